@@ -1,0 +1,171 @@
+"""What crosses between the supervisor and a rank: assignments, commands, reports.
+
+Promises: plain frozen values that pickle without torch, each marked with the attempt
+it belongs to. A rank refuses a command of another attempt, the supervisor a report.
+
+A command takes effect on all ranks at the same step boundary: the supervisor posts it
+to every rank and to rank 0 last; the number that rank 0 last saw travels in the
+step's health all-reduce, and every rank then applies all commands up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.config import RunConfig
+from parallel.config import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Restore every rank's in-memory snapshot of ``to_step`` and go on as ``timeline``."""
+
+    to_step: int
+    timeline: int
+    skip_batches: tuple[int, ...] = ()
+    """Batch indices added to the skip ledger."""
+    precision: Mapping[str, Precision] | None = None
+    """Layers whose precision changes with it."""
+    lr_scale: float | None = None
+    """New factor on the learning rate; None: unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetPrecision:
+    """Move layers to BF16 or back to FP8, from the next step on."""
+
+    precision: Mapping[str, Precision]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop after this step; with a durable checkpoint first if asked."""
+
+    reason: str
+    checkpoint: bool = True
+
+
+Order = Rollback | SetPrecision | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """An order with its place in the attempt."""
+
+    attempt: int
+    number: int
+    """From 1, without gaps, within the attempt."""
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePoint:
+    """Where an attempt takes its state from; every rank gets the same step."""
+
+    step: int
+    tier: Literal["memory", "disk"]
+    """memory: the node's snapshot keeper; disk: a checkpoint."""
+    attempt: int
+    """Attempt that made the copy."""
+    timeline: int
+    path: str = ""
+    """Folder of the checkpoint, for tier disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """All that makes a worker rank ``rank`` of one attempt."""
+
+    job: str
+    attempt: int
+    timeline: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    master_addr: str
+    master_port: int
+    job_dir: str
+    run: RunConfig
+    """The completed configuration of the run."""
+    restore: RestorePoint | None
+    """None: start from the seed."""
+    ledger: tuple[int, ...]
+    """Batch indices skipped so far."""
+    precision: Mapping[str, Precision]
+    """Layers that differ from the spec's precision."""
+    lr_scale: float
+    fired_drills: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank measured in one step; the supervisor merges them to a StepRecord."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    time: float
+    batch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    step_time_s: float
+    skipped: bool
+    nonfinite_parameters: tuple[str, ...]
+    nonfinite_loss: bool
+    comm: Mapping[str, float]
+    stats: bytes
+    """float32 [tensors, columns] of ``monitoring.amax``, this rank's own layers."""
+    stats_names: tuple[str, ...]
+    """``"{layer}/{role}"`` by row."""
+    high_precision_layers: tuple[str, ...]
+    drills: tuple[int, ...]
+    command: int
+    """Number of the last command applied, 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """A rank holds a verified copy of its state of ``step``."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    tier: Literal["ring", "memory", "disk"]
+    """ring: in the rank itself; memory: in its node's keeper; disk: written, not yet committed."""
+    nbytes: int
+    digest: str
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackReport:
+    """A rank went back to ``step`` (state restored, about to run it)."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    time: float
+    seconds: float
+    """Time the restore took on this rank."""
+
+
+Report = RankReport | SnapshotReport | RollbackReport
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """How a rank's loop ended."""
+
+    rank: int
+    step: int
+    """Steps done in all."""
+    reason: Literal["finished", "stopped"]
+    detail: str = ""

@@ -1,0 +1,139 @@
+"""Configuration of training on the nodes: data, steps, snapshots, checkpoints, drills.
+
+Promises: frozen values, unknown keys refused; batch arithmetic is completed in
+``orchestrator.spec``, which knows the degrees.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from parallel.config import (
+    FP8Config,
+    GradientExchangeConfig,
+    ModelConfig,
+    ParallelismConfig,
+    Precision,
+)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(_Section):
+    """Where the tokens come from."""
+
+    source: str = "python-stdlib"
+    """A file, a folder, or ``python-stdlib``: the .py sources of the running Python."""
+    pattern: str = "**/*.py"
+    """Files taken of a folder."""
+    tokenizer: Literal["bytes"] = "bytes"
+    shuffle_seed: int = 0
+    """Seed of the order in which sequences are drawn."""
+
+
+class TrainingConfig(_Section):
+    """Steps, batch and optimizer."""
+
+    steps: int = Field(1000, ge=1)
+    seq_len: int = Field(128, ge=8)
+    """Tokens a sequence."""
+    train_batch_size: int | None = Field(None, ge=1)
+    """Sequences a step over all replicas."""
+    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Sequences a micro-batch on one replica."""
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    """Micro-batches a step; any one of the three follows from the others."""
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end over the peak."""
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    max_norm: float = Field(1.0, gt=0)
+    """Gradient norm above which gradients are scaled down."""
+    seed: int = 0
+    """Seed of the weights."""
+
+
+class SnapshotConfig(_Section):
+    """State kept in memory for rollbacks and restarts."""
+
+    every: int = Field(10, ge=1)
+    """Steps between snapshots."""
+    keep: int = Field(4, ge=2)
+    """Snapshots kept a rank."""
+    certify_after: int = Field(10, ge=0)
+    """Healthy steps after which a snapshot counts as good."""
+
+
+class CheckpointConfig(_Section):
+    """State on disk."""
+
+    storage_path: Path | None = None
+    """Folder for the job's directory; unset: the controller's."""
+    every: int = Field(500, ge=0)
+    """Steps between checkpoints; 0: only at the end, on cancel and on pause."""
+    num_to_keep: int = Field(3, ge=1)
+
+
+class WeightSurge(_Section):
+    """Multiply the MLP weights of one layer, parameters and master weights alike."""
+
+    kind: Literal["weight_surge"]
+    step: int = Field(ge=1)
+    """Step before whose forward pass it happens; a drill fires once in a job's life."""
+    layer: int = Field(ge=0)
+    factor: float = Field(gt=0)
+
+
+class NonFiniteGradient(_Section):
+    """Put a NaN into one gradient of one rank."""
+
+    kind: Literal["nonfinite_gradient"]
+    step: int = Field(ge=1)
+    rank: int = Field(0, ge=0)
+
+
+class KillRank(_Section):
+    """SIGKILL one rank in the middle of a step."""
+
+    kind: Literal["kill_rank"]
+    step: int = Field(ge=1)
+    rank: int = Field(0, ge=0)
+
+
+Drill = Annotated[WeightSurge | NonFiniteGradient | KillRank, Field(discriminator="kind")]
+
+
+class RunConfig(_Section):
+    """All that a rank needs to know of a job; ``orchestrator.spec.JobSpec`` adds the rest."""
+
+    num_nodes: int = Field(1, ge=1)
+    slots_per_node: int | None = Field(None, ge=1)
+    """Ranks a node on CPU."""
+    gpus_per_node: int | None = Field(None, ge=1)
+    """Ranks a node on GPU, one a device; give this or ``slots_per_node``."""
+    parallelism: ParallelismConfig = ParallelismConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    precision: Precision = "fp8"
+    """What linears compute in; fp8 has its details under ``fp8``."""
+    fp8: FP8Config = FP8Config()
+    communication_data_type: Literal["fp8", "bf16", "fp32"] = "fp8"
+    """What gradients cross the network in."""
+    gradient_exchange: GradientExchangeConfig = GradientExchangeConfig()
+    snapshots: SnapshotConfig = SnapshotConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    drills: tuple[Drill, ...] = ()
+    """Faults to rehearse, each once."""
+    deepspeed: dict[str, Any] = {}
+    """Raw DeepSpeed configuration merged in; contradictions are errors."""

@@ -1,0 +1,173 @@
+"""What is measured: one StepRecord a step, one Incident a trouble seen.
+
+Promises: values are frozen, round-trip through JSON (``to_json``/``from_json``)
+without loss (non-finite floats included), and carry the attempt and timeline they
+belong to, so that a reader can refuse what another attempt wrote.
+
+A *timeline* is counted up by each rollback: (timeline, step) orders what happened,
+and a step number that was rolled back appears again on a later timeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["input", "weight", "grad_output"]
+"""The operand of a linear layer's products that a statistic is about."""
+
+IncidentKind = Literal[
+    "nonfinite",
+    "loss_spike",
+    "grad_norm_spike",
+    "amax_saturation",
+    "rank_died",
+    "rank_hung",
+]
+
+
+def encode_float(value: float) -> float | str:
+    """A float as strict JSON holds it: non-finite ones as ``"nan"``, ``"inf"``, ``"-inf"``."""
+    return value if math.isfinite(value) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """FP8 statistics of one operand of one layer in one step, over all micro-batches and replicas."""
+
+    amax: float
+    """Largest magnitude before quantization."""
+    scale: float
+    """Multiplier applied before the cast: fp8 value = x * scale."""
+    saturated_pct: float
+    """Percent of values clamped to the format's maximum."""
+    underflow_pct: float
+    """Percent of non-zero values that became zero."""
+    nonfinite: int
+    """Values that were NaN or infinite."""
+
+    def to_json(self) -> list[float | str]:
+        return [encode_float(float(v)) for v in dataclasses.astuple(self)]
+
+    @classmethod
+    def from_json(cls, row: list[float | str]) -> TensorStats:
+        amax, scale, saturated, underflow, nonfinite = (float(v) for v in row)
+        return cls(amax, scale, saturated, underflow, int(nonfinite))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step of the whole job, merged over its ranks."""
+
+    attempt: int
+    timeline: int
+    step: int
+    """Number of the step, from 0; its update makes the state of step + 1."""
+    time: float
+    """Seconds since the epoch when the step ended on the last rank."""
+    batch: int
+    """Index of the batch, as the skip ledger maps it."""
+    loss: float
+    """Mean cross-entropy in nats a token."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    tokens: int
+    """Tokens consumed by the step."""
+    step_time_s: float
+    """Wall seconds of the step on the slowest rank."""
+    skipped: bool = False
+    """The update was left out because a gradient was not finite."""
+    nonfinite_ranks: tuple[int, ...] = ()
+    """Ranks whose own loss or gradient was not finite."""
+    nonfinite_parameters: tuple[str, ...] = ()
+    """Parameters whose local gradient was not finite, before any exchange."""
+    comm: Mapping[str, float] = field(default_factory=dict)
+    """``bytes``, ``uncompressed_bytes``, ``relative_error`` of the gradient exchange, a rank."""
+    tensors: Mapping[str, TensorStats] = field(default_factory=dict)
+    """Statistics by ``"{layer}/{role}"``, as ``layers.3.mlp.down/input``."""
+    high_precision_layers: tuple[str, ...] = ()
+    """Linears that computed in BF16 in this step."""
+    drills: tuple[int, ...] = ()
+    """Indices of the spec's drills that fired in this step."""
+
+    def to_json(self) -> dict[str, Any]:
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("loss", "grad_norm", "lr"):
+            row[name] = encode_float(row[name])
+        row["comm"] = {k: encode_float(v) for k, v in self.comm.items()}
+        row["tensors"] = {k: v.to_json() for k, v in self.tensors.items()}
+        for name in ("nonfinite_ranks", "nonfinite_parameters", "high_precision_layers", "drills"):
+            row[name] = list(row[name])
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> StepRecord:
+        values = dict(row)
+        for name in ("loss", "grad_norm", "lr"):
+            values[name] = float(values[name])
+        values["comm"] = {k: float(v) for k, v in values["comm"].items()}
+        values["tensors"] = {k: TensorStats.from_json(v) for k, v in values["tensors"].items()}
+        for name in ("nonfinite_ranks", "nonfinite_parameters", "high_precision_layers", "drills"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A layer that moved first, with what shows it."""
+
+    layer: str
+    """Name of a linear, as ``layers.3.mlp.down``."""
+    tensor: str
+    """Role of the operand that moved."""
+    evidence: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "tensor": self.tensor,
+            "evidence": {k: encode_float(v) for k, v in self.evidence.items()},
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Suspect:
+        return cls(row["layer"], row["tensor"], {k: float(v) for k, v in row["evidence"].items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One trouble, as one detector saw it (or the supervisor, for lost ranks)."""
+
+    kind: IncidentKind
+    detector: str
+    attempt: int
+    timeline: int
+    step: int
+    """Step whose record showed it."""
+    onset_step: int
+    """First step it is taken to have touched; a rollback lands at or before it."""
+    time: float
+    message: str
+    """One sentence for a person, with the measured value and the limit."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    suspects: tuple[Suspect, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        row["evidence"] = {k: encode_float(v) for k, v in self.evidence.items()}
+        row["suspects"] = [s.to_json() for s in self.suspects]
+        row["ranks"] = list(self.ranks)
+        return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Incident:
+        values = dict(row)
+        values["evidence"] = {k: float(v) for k, v in values["evidence"].items()}
+        values["suspects"] = tuple(Suspect.from_json(s) for s in values["suspects"])
+        values["ranks"] = tuple(values["ranks"])
+        return cls(**values)
