@@ -1,0 +1,102 @@
+"""What crosses between the controller and a supervisor.
+
+Promises: plain frozen values. The controller is the only writer of the store; a
+supervisor's batch names the attempt it speaks for, and one of an older attempt is
+refused, so that no two attempts write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.recovery import Action
+from orchestrator.spec import JobSpec
+from parallel.config import Precision
+
+NAMESPACE = "octavo"
+CONTROLLER_ACTOR = "octavo-controller"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """One node of a job's group: who holds its bundle, and which ranks it takes."""
+
+    node_id: str
+    """Ray's node id, hex."""
+    node_ip: str
+    bundle: int
+    """Index of the placement group's bundle."""
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventDraft:
+    """Something that happened to a job, told in one sentence; the store numbers it."""
+
+    kind: str
+    """One word, as ``attempt_started``, ``rolled_back``, ``checkpoint_written``."""
+    time: float
+    message: str
+    detail: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorBatch:
+    """What a supervisor has to tell, stored in one transaction or not at all."""
+
+    sequence: int
+    """From 1 within (attempt); a number already stored is acknowledged and ignored."""
+    events: tuple[EventDraft, ...] = ()
+    steps: tuple[Mapping[str, Any], ...] = ()
+    """``StepRecord.to_json()``."""
+    incidents: tuple[Mapping[str, Any], ...] = ()
+    """``Incident.to_json()``."""
+    actions: tuple[Action, ...] = ()
+    transition: tuple[JobState, Cause] | None = None
+    """The job's new state, checked against the lifecycle table."""
+    detector_state: Mapping[str, Any] | None = None
+    """State of the detectors after the last of ``steps``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """Whether a batch was stored; if not, why."""
+
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """All a supervisor needs to start the next attempt, from stored records alone."""
+
+    job: str
+    spec: JobSpec
+    job_dir: str
+    attempt: int
+    """The attempt to run, already allocated."""
+    timeline: int
+    step: int
+    """Newest step recorded, -1 for none."""
+    actions: tuple[Action, ...]
+    precision: Mapping[str, Precision]
+    ledger: tuple[int, ...]
+    lr_scale: float
+    fired_drills: tuple[int, ...]
+    detector_state: Mapping[str, Any] | None
+    nodes: tuple[NodeSlot, ...]
+    placement_group: str
+    """Hex id of the job's placement group."""
+
+
+class ControllerPort(Protocol):
+    """The controller as a supervisor sees it (over Ray calls)."""
+
+    def next_attempt(self, job: str, reason: str) -> ResumeState:
+        """Allocate the next attempt, durably, and say what it starts from."""
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        """Store a batch in one transaction; refused for an attempt that is not the current one."""
