@@ -1,0 +1,44 @@
+# Octavo's commands for a checkout. The environment is .venv; nothing outside this folder is written.
+#   make install   create .venv          make demo [OUT=dir]   run the main job to its report
+#   make test      pass the tests        make lint             ruff, mypy, import directions
+#   make bench     run the benchmarks
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+OUT ?= runs
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := .venv/installed
+
+.PHONY: install demo test lint bench clean
+
+install: $(STAMP)
+
+# torch comes first and pinned: a looser request fetches gigabytes of CUDA. deepspeed is
+# built from its sdist, which imports torch, so the build sees this environment.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and f"Octavo is tested on Python 3.11, this is {sys.version.split()[0]}: make install PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(PIP) install -q -c constraints.txt pip setuptools wheel
+	$(PIP) install -q -c constraints.txt torch==2.13.0
+	$(PIP) install -q -c constraints.txt ninja numpy
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	$(BIN)/python -m compileall -q $(BIN)/../lib || true
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/octavo run deploy/jobs/demo.yaml --out $(OUT)
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/python -m tests.benchmarks
+
+clean:
+	rm -rf .venv *.egg-info
