@@ -22,7 +22,6 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt torch==2.13.0
 	$(PIP) install -q -c constraints.txt ninja numpy
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[test]'
-	$(BIN)/python -m compileall -q $(BIN)/../lib || true
 	touch $(STAMP)
 
 demo: install

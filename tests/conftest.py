@@ -1,0 +1,11 @@
+"""What every test gets: one thread a process, no W&B login, no proxy, Ray's usage reports off."""
+
+from __future__ import annotations
+
+import os
+
+# Set before torch or ray is imported anywhere: ranks share two cores with each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("WANDB_MODE", "offline")
