@@ -46,4 +46,90 @@ class Cause(Enum):
     RESUME_ASKED = "resume asked"
 
 
-TRANSITIONS: dict[tuple[JobState, Cause], JobState] = {}
+def _transitions() -> dict[tuple[JobState, Cause], JobState]:
+    q, st, ru, re_, pa, ca = (
+        JobState.QUEUED,
+        JobState.STARTING,
+        JobState.RUNNING,
+        JobState.RECOVERING,
+        JobState.PAUSED,
+        JobState.CANCELLING,
+    )
+    table = {
+        (q, Cause.NODES_GRANTED): st,
+        (q, Cause.CAN_NEVER_FIT): JobState.FAILED,
+        (q, Cause.ERROR): JobState.FAILED,
+        (q, Cause.CANCEL_ASKED): JobState.CANCELLED,
+        (st, Cause.FIRST_STEP): ru,
+        (re_, Cause.FIRST_STEP): ru,
+        (re_, Cause.RECOVERED): ru,
+        (pa, Cause.RESUME_ASKED): q,
+        (pa, Cause.CANCEL_ASKED): JobState.CANCELLED,
+    }
+    for state in (st, ru, re_):
+        table |= {
+            (state, Cause.INCIDENT): re_,
+            (state, Cause.RANK_LOST): re_,
+            (state, Cause.SUPERVISOR_LOST): re_,
+            (state, Cause.STEPS_DONE): JobState.SUCCEEDED,
+            # `recovery.on_exhausted: fail` ends with ERROR instead.
+            (state, Cause.BUDGET_SPENT): pa,
+            (state, Cause.ERROR): JobState.FAILED,
+            (state, Cause.CANCEL_ASKED): ca,
+        }
+    # What a supervisor says while it doesn't know yet that the job is being cancelled
+    # changes nothing; whatever ends the ranks ends the job as asked.
+    for cause in (Cause.FIRST_STEP, Cause.INCIDENT, Cause.RECOVERED, Cause.RANK_LOST):
+        table[ca, cause] = ca
+    for cause in (Cause.ENDED, Cause.ERROR, Cause.SUPERVISOR_LOST, Cause.BUDGET_SPENT):
+        table[ca, cause] = JobState.CANCELLED
+    table[ca, Cause.STEPS_DONE] = JobState.SUCCEEDED
+    return table
+
+
+TRANSITIONS: dict[tuple[JobState, Cause], JobState] = _transitions()
+"""(state, cause) → the state that follows; all there is."""
+
+
+class TransitionRefused(ValueError):  # noqa: N818
+    """A state doesn't change for this cause; carries what could have happened."""
+
+    def __init__(self, state: JobState, cause: Cause, wanted: JobState | None = None) -> None:
+        # All arguments go to Exception, so that it survives pickling.
+        super().__init__(state, cause, wanted)
+        self.state = state
+        self.cause = cause
+        self.wanted = wanted
+
+    def __str__(self) -> str:
+        if self.state.terminal:
+            return f"the job is {self.state.word} for good ({self.cause.value!r} changes nothing)"
+        possible = ", ".join(
+            f"{cause.value} → {after.word}" for cause, after in possible_from(self.state).items()
+        )
+        towards = f" to {self.wanted.word}" if self.wanted else ""
+        return (
+            f"a {self.state.word} job doesn't change{towards} on {self.cause.value!r}; "
+            f"possible: {possible}"
+        )
+
+
+def possible_from(state: JobState) -> dict[Cause, JobState]:
+    """The causes that change ``state``, and to what; empty for a terminal state."""
+    return {cause: after for (before, cause), after in TRANSITIONS.items() if before is state}
+
+
+def next_state(state: JobState, cause: Cause) -> JobState:
+    """The state after ``cause``; ``TransitionRefused`` if there is none."""
+    try:
+        return TRANSITIONS[state, cause]
+    except KeyError:
+        raise TransitionRefused(state, cause) from None
+
+
+def state_named(word: str) -> JobState:
+    """The state stored as ``word``."""
+    for state in JobState:
+        if state.word == word:
+            return state
+    raise ValueError(f"no job state is called {word!r}")

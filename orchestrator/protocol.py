@@ -20,6 +20,20 @@ NAMESPACE = "octavo"
 CONTROLLER_ACTOR = "octavo-controller"
 
 
+def supervisor_actor(job: str) -> str:
+    """Name of the job's supervisor actor; at most one of it is alive."""
+    return f"octavo-supervisor-{job}"
+
+
+def keeper_actor(job: str, bundle: int) -> str:
+    """Name of the keeper that holds bundle ``bundle`` of the job's placement group.
+
+    The controller creates it, in the bundle and detached, before the supervisor; it lives
+    until the job's node group is given back.
+    """
+    return f"octavo-keeper-{job}-{bundle}"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
     """One node of a job's group: who holds its bundle, and which ranks it takes."""
@@ -100,3 +114,22 @@ class ControllerPort(Protocol):
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Store a batch in one transaction; refused for an attempt that is not the current one."""
+
+
+class SupervisorPort(Protocol):
+    """The supervisor as the controller sees it: actor ``supervisor_actor(job)``, no constructor
+    arguments; it finds the controller by name.
+    """
+
+    def run(self, resume: ResumeState) -> None:
+        """Run the job from ``resume`` to a terminal or paused state, which it reports itself.
+
+        Blocks. Returning or raising before such a state is the supervisor's loss: the
+        controller then replaces it as if it had died.
+        """
+
+    def stop(self, reason: str) -> None:
+        """End the ranks after a durable checkpoint, then report ``(CANCELLED, ENDED)``; at once."""
+
+    def ping(self) -> bool:
+        """Whether ``run`` is still going; False after it has returned or raised."""
