@@ -30,6 +30,8 @@ class RecoveryConfig(_Section):
     """Restarts after a lost rank, in the job's life."""
     max_skips: int = Field(20, ge=0)
     """Non-finite steps whose update may be left out."""
+    max_consecutive_skips: int = Field(3, ge=1)
+    """Left-out updates in a row after which the state is suspected, not the batch."""
     max_rollbacks: int = Field(10, ge=0)
     """Rollbacks that only skip batches."""
     max_layer_fallbacks: int = Field(10, ge=0)
@@ -38,6 +40,8 @@ class RecoveryConfig(_Section):
     """Layers moved at most by one action."""
     lr_factor: float = Field(0.5, gt=0, lt=1)
     """Factor of the rung that lowers the learning rate."""
+    max_lr_cuts: int = Field(3, ge=0)
+    """Times that the learning rate may be lowered."""
     horizon: int = Field(200, ge=1)
     """Steps within which an incident counts as the same trouble recurring."""
     calm_steps: int = Field(100, ge=1)

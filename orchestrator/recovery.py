@@ -1,87 +1,112 @@
-"""The recovery policy: (incident, history, policy) → Action. Pure: no clock, no I/O."""
+"""The recovery policy: (incidents, history, policy) → Action. Pure: no clock, no I/O.
+
+Promises: the same stored history and the same incidents always give the same Action;
+budgets of the spec are never exceeded; an Action says what it answers, what it does,
+and why each rung before it was passed over. A new remedy is a class in ``rungs.py``
+and a line in ``LADDER``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
 from monitoring.records import Incident
-from parallel.config import Precision
+from orchestrator.actions import Action, ActionKind, History, PassedOver, Restorable
+from orchestrator.config import RecoveryConfig
+from orchestrator.evidence import LOST_RANK
+from orchestrator.rungs import (
+    Exhausted,
+    LayerFallback,
+    LowerLR,
+    Restart,
+    Rollback,
+    Rung,
+    SkipStep,
+    WholeBF16,
+    drafted,
+)
 
-ActionKind = Literal[
-    "none",
-    "skip_step",
-    "rollback",
-    "layer_fallback",
+__all__ = [
+    "LADDER",
+    "Action",
+    "ActionKind",
+    "History",
+    "PassedOver",
+    "Restorable",
+    "decide",
     "return_to_fp8",
-    "whole_bf16",
-    "lower_lr",
-    "restart",
-    "pause",
-    "fail",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A rung that was not taken, and why."""
-
-    rung: ActionKind
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """A decision with all that explains it."""
-
-    kind: ActionKind
-    attempt: int
-    timeline: int
-    """Timeline in which it was decided."""
-    step: int
-    """Step at which it was decided."""
-    time: float
-    reason: str
-    """One sentence for a person."""
-    incidents: tuple[Incident, ...] = ()
-    """What it answers; empty for a return to FP8."""
-    to_step: int | None = None
-    """Step that training goes back to."""
-    skip_batches: tuple[int, ...] = ()
-    precision: Mapping[str, Precision] = field(default_factory=dict)
-    lr_scale: float | None = None
-    passed_over: tuple[PassedOver, ...] = ()
+# The mildest remedy first; Exhausted answers everything, so it is the last.
+LADDER: tuple[Rung, ...] = (
+    SkipStep(),
+    Rollback(),
+    LayerFallback(),
+    WholeBF16(),
+    LowerLR(),
+    Restart(),
+    Exhausted(),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Restorable:
-    """A step that every rank can go back to."""
+def decide(
+    incidents: Sequence[Incident],
+    history: History,
+    policy: RecoveryConfig,
+    ladder: Sequence[Rung] = LADDER,
+) -> Action:
+    """One action for incidents that arrived together; kind ``none`` for no incident.
 
-    step: int
-    timeline: int
-    certified: bool
+    A rank lost together with an instability: the remedy of the instability is taken
+    into the restart, because the snapshots in the ranks' own memory are gone with it.
+    """
+    if not incidents:
+        return drafted("none", (), history, "No incident.")
+    if any(incident.kind in LOST_RANK for incident in incidents):
+        history = replace(history, restorable=())
+    passed: list[PassedOver] = []
+    for rung in ladder:
+        answer = rung.consider(incidents, history, policy)
+        if isinstance(answer, Action):
+            return replace(answer, passed_over=tuple(passed))
+        passed.append(answer)
+    raise AssertionError("the last rung of a ladder answers everything")
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """What the policy may know, all of it from stored records."""
+def return_to_fp8(history: History, policy: RecoveryConfig) -> Action:
+    """Layers back to FP8 after ``calm_steps`` healthy steps, or ``none`` with the reason.
 
-    attempt: int
-    timeline: int
-    step: int
-    """Newest step recorded."""
-    time: float
-    actions: tuple[Action, ...]
-    """All earlier actions of the job, oldest first."""
-    restorable: tuple[Restorable, ...]
-    """In-memory snapshots that all ranks hold on this timeline, oldest first."""
-    precision: Mapping[str, Precision]
-    """Layers that differ from the spec's precision."""
-    fp8_layers: tuple[str, ...]
-    """All linears that the spec runs in FP8."""
-    lr_scale: float
-    ledger: tuple[int, ...]
-    batches: Mapping[int, int]
-    """Recent steps of this timeline → batch index each used."""
-    last_incident_step: int | None
+    Counted from the newest of the last incident and the last move to BF16. A layer that
+    was moved to BF16 again after its return stays there.
+    """
+    fallen = [name for name, precision in history.precision.items() if precision == "bf16"]
+    if not fallen:
+        return drafted("none", (), history, "All layers have the spec's precision.")
+    staying = fallen_again(history)
+    ready = sorted(name for name in fallen if name not in staying)
+    if not ready:
+        return drafted("none", (), history, f"{', '.join(sorted(fallen))} failed after a return.")
+    moves = [a.step for a in history.actions if "bf16" in a.precision.values()]
+    since = max([*moves, -1 if history.last_incident_step is None else history.last_incident_step])
+    calm = history.step - since
+    if calm < policy.calm_steps:
+        reason = f"{calm} healthy steps since step {since}; {policy.calm_steps} are asked for."
+        return drafted("none", (), history, reason)
+    kept = f" ({', '.join(sorted(staying & set(fallen)))} stay)" if staying & set(fallen) else ""
+    reason = f"{', '.join(ready)} back to FP8 after {calm} healthy steps{kept}."
+    action = drafted("return_to_fp8", (), history, reason)
+    return replace(action, precision=dict.fromkeys(ready, "fp8"))
+
+
+def fallen_again(history: History) -> set[str]:
+    """Layers that went to BF16, came back, and went again."""
+    returned: set[str] = set()
+    again: set[str] = set()
+    for action in history.actions:
+        for name, precision in action.precision.items():
+            if precision == "fp8":
+                returned.add(name)
+            elif name in returned:
+                again.add(name)
+    return again

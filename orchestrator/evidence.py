@@ -1,0 +1,175 @@
+"""What the rungs of the recovery ladder read from incidents and history. Pure.
+
+Promises: everything is counted from stored actions and records; nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from monitoring.records import Incident, IncidentKind
+from orchestrator.actions import Action, ActionKind, History, Restorable
+from orchestrator.config import RecoveryConfig
+
+LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung"})
+DIVERGENCE: frozenset[IncidentKind] = frozenset({"nonfinite", "loss_spike", "grad_norm_spike"})
+SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation"})
+
+
+def count(history: History, kind: ActionKind) -> int:
+    """Actions of that kind in the job's life."""
+    return sum(action.kind == kind for action in history.actions)
+
+
+def restarts(history: History) -> int:
+    """Attempts that recovery has cost so far."""
+    return sum(is_restart(action) for action in history.actions)
+
+
+def is_restart(action: Action) -> bool:
+    """Whether the action ends its attempt for another one."""
+    return action.kind == "restart" or (
+        not action.in_place and action.kind not in ("pause", "fail")
+    )
+
+
+def troubles(incidents: Iterable[Incident]) -> set[str]:
+    """The troubles that the incidents are symptoms of."""
+    names = {"divergence": DIVERGENCE, "saturation": SATURATION}
+    kinds = {incident.kind for incident in incidents}
+    return {name for name, symptoms in names.items() if kinds & symptoms}
+
+
+def earlier_answer(
+    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+) -> Action | None:
+    """The newest rollback, of any rung, that answered the same trouble within the horizon.
+
+    Step numbers go back with a rollback: an incident at a lower number than the action
+    lies in its replay and is a recurrence too.
+    """
+    for action in reversed(history.actions):
+        if action.kind not in ("rollback", "layer_fallback", "whole_bf16", "lower_lr"):
+            continue
+        if history.step - action.step > policy.horizon:
+            continue
+        if troubles(action.incidents) & troubles(incidents):
+            return action
+    return None
+
+
+def skips_in_a_row(step: int, history: History) -> tuple[Action, ...]:
+    """The skip_step actions of the steps right before ``step``, newest first.
+
+    Incidents are decided in order of steps, so the newest actions are the ones to look
+    at; anything else in between (a rollback, a restart) begins a new row.
+    """
+    row: list[Action] = []
+    for action in reversed(history.actions):
+        if action.kind != "skip_step" or action.incidents[0].step != step - len(row) - 1:
+            break
+        row.append(action)
+    return tuple(row)
+
+
+def onset(incidents: Sequence[Incident], history: History) -> int:
+    """First step taken to be touched, a row of non-finite steps counted from its first."""
+    first = min(incident.onset_step for incident in incidents)
+    if any(incident.kind == "nonfinite" for incident in incidents):
+        step = min(i.step for i in incidents if i.kind == "nonfinite")
+        for action in skips_in_a_row(step, history):
+            first = min(first, *(incident.onset_step for incident in action.incidents))
+    return max(first, 0)
+
+
+def fp8_suspects(
+    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+) -> tuple[str, ...]:
+    """Suspect layers that compute in FP8 now, most suspect first, at most ``max_suspects``.
+
+    The detectors name the most suspect layer first; saturation speaks before the others.
+    """
+    ordered = sorted(incidents, key=lambda incident: incident.kind not in SATURATION)
+    names = dict.fromkeys(s.layer for incident in ordered for s in incident.suspects)
+    running = set(fp8_now(history))
+    return tuple(name for name in names if name in running)[: policy.max_suspects]
+
+
+def fp8_now(history: History) -> tuple[str, ...]:
+    """Layers that compute in FP8 at present."""
+    return tuple(name for name in history.fp8_layers if history.precision.get(name) != "bf16")
+
+
+# Where to go back to.
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where a rollback lands, and the batches it leaves out."""
+
+    to_step: int
+    in_place: bool
+    skip_batches: tuple[int, ...]
+    words: str
+    """How it is told: ``go back to …``."""
+
+
+def landing(
+    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+) -> Landing | str:
+    """Newest certified snapshot at or before the onset, else the newest one there.
+
+    Without any, an attempt from a checkpoint or the seed is the way back, while restarts
+    are left; a string says that they are spent. The batches left out are those of the
+    steps from the onset to the newest recorded one: the steps between the landing and
+    the onset were healthy and are replayed with the batches they had.
+    """
+    first = onset(incidents, history)
+    skip = tuple(
+        history.batches[step]
+        for step in range(first, history.step + 1)
+        if step in history.batches and history.batches[step] not in history.ledger
+    )
+    skipping = f" and skip {spans(skip, 'batch', 'batches')}" if skip else ""
+    found = snapshot_before(first, history.restorable)
+    if found is not None:
+        quality = (
+            f"the certified snapshot of step {found.step}"
+            if found.certified
+            else f"the snapshot of step {found.step} (not certified: no certified one at or "
+            f"before step {first} is left)"
+        )
+        return Landing(found.step, True, skip, f"go back to {quality}{skipping}")
+    used = restarts(history)
+    if used >= policy.max_restarts:
+        return (
+            f"no snapshot at or before step {first} is in memory, and {used} of "
+            f"{policy.max_restarts} restarts are used"
+        )
+    words = f"restart from the newest checkpoint at or before step {first}{skipping}"
+    return Landing(first, False, skip, words)
+
+
+def snapshot_before(step: int, restorable: Iterable[Restorable]) -> Restorable | None:
+    """Newest certified snapshot at or before ``step``, else the newest one there."""
+    usable = [snapshot for snapshot in restorable if snapshot.step <= step]
+    certified = [snapshot for snapshot in usable if snapshot.certified]
+    return max(certified or usable, key=lambda snapshot: snapshot.step, default=None)
+
+
+def spans(numbers: Sequence[int], one: str, many: str) -> str:
+    """``batches 4-7, 9``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    told = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
+    return f"{one if len(numbers) == 1 else many} {told}"
+
+
+def cause(incidents: Sequence[Incident]) -> str:
+    """What the incidents say, once each."""
+    return "; ".join(dict.fromkeys(incident.message.rstrip(".") for incident in incidents))

@@ -1,0 +1,263 @@
+"""The rungs of the recovery ladder, mildest first. Pure: no clock, no I/O.
+
+A rung answers some incidents, has a budget in the spec, and either gives an Action or
+says why it is passed over. Budgets are counted from the stored actions of the job, so
+that a new supervisor counts what the one before it spent.
+
+What decides is evidence:
+
+- a non-finite step costs its own update only, since every rank left it out already;
+  several in a row mean that the state is bad, not the batch;
+- trouble without a trace in FP8 is answered by going back and skipping the batches that
+  the touched steps used;
+- a layer that saturated in FP8 goes to BF16 at once: other batches would not cure it;
+- what comes back within the horizon was not cured, and climbs. Loss, gradient norm and
+  non-finite values are symptoms of one trouble (divergence); saturation is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from monitoring.records import Incident
+from orchestrator.actions import Action, ActionKind, History, PassedOver
+from orchestrator.config import RecoveryConfig
+from orchestrator.evidence import (
+    LOST_RANK,
+    cause,
+    count,
+    earlier_answer,
+    fp8_now,
+    fp8_suspects,
+    landing,
+    onset,
+    restarts,
+    skips_in_a_row,
+    snapshot_before,
+)
+
+
+class Rung(Protocol):
+    """One remedy."""
+
+    kind: ActionKind
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        """The action, or why it is not this rung's turn. ``incidents`` is not empty."""
+
+
+def drafted(
+    kind: ActionKind, incidents: Sequence[Incident], history: History, reason: str
+) -> Action:
+    """An action of now, in answer to ``incidents``."""
+    return Action(
+        kind=kind,
+        attempt=history.attempt,
+        timeline=history.timeline,
+        step=history.step,
+        time=history.time,
+        reason=reason,
+        incidents=tuple(incidents),
+    )
+
+
+def going_back(
+    kind: ActionKind,
+    incidents: Sequence[Incident],
+    history: History,
+    policy: RecoveryConfig,
+    remedy: str = "",
+) -> Action | PassedOver:
+    """An action that goes back first; ``remedy`` says what else it does."""
+    place = landing(incidents, history, policy)
+    if isinstance(place, str):
+        return PassedOver(kind, place)
+    words = place.words[0].upper() + place.words[1:]
+    reason = f"{words}{remedy}: {cause(incidents)}."
+    return replace(
+        drafted(kind, incidents, history, reason),
+        to_step=place.to_step,
+        in_place=place.in_place,
+        skip_batches=place.skip_batches,
+    )
+
+
+def only_lost_ranks(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOver | None:
+    """Remedies of training are no answer to a lost rank.
+
+    Nor is a non-finite step beside one: its update was left out, and if it comes back
+    the next attempt sees it.
+    """
+    lost = any(incident.kind in LOST_RANK for incident in incidents)
+    if lost and all(i.kind in LOST_RANK or i.kind == "nonfinite" for i in incidents):
+        return PassedOver(kind, "a lost rank is no instability of training")
+    return None
+
+
+def spent(kind: ActionKind, history: History, key: str, budget: int) -> PassedOver | None:
+    """Whether the budget ``recovery.<key>`` is used up."""
+    used = count(history, kind)
+    if used >= budget:
+        return PassedOver(kind, f"{used} of recovery.{key} = {budget} are used")
+    return None
+
+
+# The rungs.
+
+
+class SkipStep:
+    """Answers non-finite steps. The ranks left the update out; nothing else is to be done."""
+
+    kind: ActionKind = "skip_step"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        others = sorted({i.kind for i in incidents if i.kind != "nonfinite"})
+        if others:
+            return PassedOver(self.kind, f"answers non-finite steps only, not {', '.join(others)}")
+        row = len(skips_in_a_row(min(i.step for i in incidents), history)) + 1
+        if row > policy.max_consecutive_skips:
+            return PassedOver(
+                self.kind,
+                f"{row} non-finite steps in a row, more than recovery.max_consecutive_skips = "
+                f"{policy.max_consecutive_skips}: the state is bad, not the batch",
+            )
+        if refused := spent(self.kind, history, "max_skips", policy.max_skips):
+            return refused
+        reason = f"The update was left out, which is enough: {cause(incidents)}."
+        return drafted(self.kind, incidents, history, reason)
+
+
+class Rollback:
+    """Answers instability that no FP8 layer explains: other batches, the same precision."""
+
+    kind: ActionKind = "rollback"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if refused := only_lost_ranks(self.kind, incidents):
+            return refused
+        if suspects := fp8_suspects(incidents, history, policy):
+            return PassedOver(
+                self.kind, f"{', '.join(suspects)} moved first in FP8: other batches do not cure it"
+            )
+        if earlier := earlier_answer(incidents, history, policy):
+            return PassedOver(
+                self.kind,
+                f"came back within the horizon of {policy.horizon} steps of the "
+                f"{earlier.kind} at step {earlier.step}",
+            )
+        if refused := spent(self.kind, history, "max_rollbacks", policy.max_rollbacks):
+            return refused
+        return going_back(self.kind, incidents, history, policy)
+
+
+class LayerFallback:
+    """Answers trouble whose evidence names FP8 layers: those layers alone go to BF16.
+
+    Recurrence does not close this rung: fresh suspects are fresh evidence, and the
+    budget bounds it.
+    """
+
+    kind: ActionKind = "layer_fallback"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if refused := only_lost_ranks(self.kind, incidents):
+            return refused
+        suspects = fp8_suspects(incidents, history, policy)
+        if not suspects:
+            return PassedOver(self.kind, "the evidence names no layer that computes in FP8")
+        if refused := spent(self.kind, history, "max_layer_fallbacks", policy.max_layer_fallbacks):
+            return refused
+        remedy = f", with {', '.join(suspects)} in BF16"
+        action = going_back(self.kind, incidents, history, policy, remedy)
+        if isinstance(action, PassedOver):
+            return action
+        return replace(action, precision=dict.fromkeys(suspects, "bf16"))
+
+
+class WholeBF16:
+    """Answers what the rungs before could not cure: every layer to BF16."""
+
+    kind: ActionKind = "whole_bf16"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if refused := only_lost_ranks(self.kind, incidents):
+            return refused
+        layers = fp8_now(history)
+        if not layers:
+            return PassedOver(self.kind, "no layer computes in FP8")
+        remedy = f", with all {len(layers)} FP8 layers in BF16"
+        action = going_back(self.kind, incidents, history, policy, remedy)
+        if isinstance(action, PassedOver):
+            return action
+        return replace(action, precision=dict.fromkeys(layers, "bf16"))
+
+
+class LowerLR:
+    """Answers instability that BF16 does not cure."""
+
+    kind: ActionKind = "lower_lr"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if refused := only_lost_ranks(self.kind, incidents):
+            return refused
+        if refused := spent(self.kind, history, "max_lr_cuts", policy.max_lr_cuts):
+            return refused
+        scale = history.lr_scale * policy.lr_factor
+        remedy = f", with the learning rate at {scale:.3g} of its schedule"
+        action = going_back(self.kind, incidents, history, policy, remedy)
+        return action if isinstance(action, PassedOver) else replace(action, lr_scale=scale)
+
+
+class Restart:
+    """Answers lost ranks: the next attempt, from the newest state that all ranks have."""
+
+    kind: ActionKind = "restart"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if not any(incident.kind in LOST_RANK for incident in incidents):
+            return PassedOver(self.kind, "no rank was lost")
+        used = restarts(history)
+        if used >= policy.max_restarts:
+            return PassedOver(
+                self.kind, f"{used} of recovery.max_restarts = {policy.max_restarts} are used"
+            )
+        reason = f"Restart from the newest state that all ranks have: {cause(incidents)}."
+        return replace(drafted(self.kind, incidents, history, reason), in_place=False)
+
+
+class Exhausted:
+    """Answers everything, last: stop and call a person.
+
+    Where a snapshot from before the trouble is left, a pause goes back to it first, so
+    that the checkpoint it leaves behind is of a good state.
+    """
+
+    kind: ActionKind = "pause"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        lost = any(incident.kind in LOST_RANK for incident in incidents)
+        found = None if lost else snapshot_before(onset(incidents, history), history.restorable)
+        told = "Paused for a person" if policy.on_exhausted == "pause" else "Failed"
+        reason = f"{told}, no rung of the ladder is left: {cause(incidents)}."
+        action = drafted(policy.on_exhausted, incidents, history, reason)
+        if policy.on_exhausted == "fail" or found is None:
+            return replace(action, in_place=False)
+        return replace(action, to_step=found.step)
