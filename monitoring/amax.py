@@ -1,0 +1,156 @@
+"""Per-tensor FP8 statistics: how ranks pack them, how they are merged, how much room is left.
+
+A rank sends one float32 array [tensors, 6] a step, rows named ``"{layer}/{role}"`` and
+columns as in ``COLUMNS``; this module is the only place that knows that layout outside
+the rank. Scale is the multiplier before the cast (fp8 value = x * scale), as everywhere.
+
+Promises: pure, numpy only; merging takes the maximum of amax and sums the counters, so
+that the result does not depend on the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from monitoring.records import TensorStats
+
+COLUMNS = ("amax", "scale", "saturated", "underflowed", "nonfinite", "count")
+"""Largest magnitude; multiplier; values clamped, values lost to zero, non-finite values; values."""
+
+FORMAT_MAX: Mapping[str, Mapping[str, float]] = {
+    "HYBRID": {"input": 448.0, "weight": 448.0, "grad_output": 57344.0},
+    "E4M3": {"input": 448.0, "weight": 448.0, "grad_output": 448.0},
+}
+"""Largest finite value of an operand's FP8 format, by the recipe's ``format`` and the role."""
+
+_AMAX, _SCALE, _SATURATED, _UNDERFLOWED, _NONFINITE, _COUNT = range(len(COLUMNS))
+
+
+class ScaleMismatchError(ValueError):
+    """Ranks quantized the same tensor with different scales where the recipe shares one.
+
+    Under delayed scaling the amax is reduced over a stage's ranks, so a difference means
+    that the reduction did not reach all of them.
+    """
+
+    def __init__(self, name: str, low: float, high: float) -> None:
+        super().__init__(
+            f"{name}: ranks used scales from {low:g} to {high:g}; delayed scaling shares one. "
+            "Check that every rank of the stage takes part in the amax reduction."
+        )
+        self.name = name
+        self.low = low
+        self.high = high
+
+    def __reduce__(self) -> tuple[type[ScaleMismatchError], tuple[str, float, float]]:
+        return (type(self), (self.name, self.low, self.high))
+
+
+def encode(stats: npt.NDArray[np.float32]) -> bytes:
+    """The bytes of ``RankReport.stats``: float32 [tensors, 6], row after row, little-endian."""
+    return np.ascontiguousarray(stats, dtype="<f4").tobytes()
+
+
+def decode(stats: bytes, names: Sequence[str]) -> npt.NDArray[np.float32]:
+    """float32 [tensors, 6] of one rank; ValueError when the bytes don't fit the names."""
+    wanted = len(names) * len(COLUMNS) * 4
+    if len(stats) != wanted:
+        raise ValueError(
+            f"{len(stats)} bytes of statistics for {len(names)} tensors; "
+            f"float32 [{len(names)}, {len(COLUMNS)}] has {wanted}"
+        )
+    return np.frombuffer(stats, dtype="<f4").reshape(len(names), len(COLUMNS))
+
+
+def merge(
+    ranks: Iterable[tuple[Sequence[str], bytes]], *, same_scale: bool = False
+) -> dict[str, TensorStats]:
+    """One step's statistics of several ranks, by tensor name, in order of first appearance.
+
+    ``ranks``: (names, bytes) of each rank's report. Ranks of one stage name the same
+    tensors, ranks of different stages different ones. A NaN amax stays NaN.
+
+    ``same_scale``: the recipe shares one scale over the ranks (delayed does), so that a
+    difference raises ``ScaleMismatchError``. Otherwise the smallest scale is taken, the one that
+    belongs to the largest amax. Percentages are of all values counted; 0 of none is 0.
+    """
+    index: dict[str, int] = {}
+    rows: list[tuple[list[int], npt.NDArray[np.float32]]] = []
+    for names, stats in ranks:
+        table = decode(stats, names)
+        rows.append(([index.setdefault(name, len(index)) for name in names], table))
+    if not index:
+        return {}
+    total = np.zeros((len(index), len(COLUMNS)), dtype=np.float64)
+    low = np.full(len(index), np.inf)
+    high = np.full(len(index), -np.inf)
+    for where, table in rows:
+        total[where, _AMAX] = np.maximum(total[where, _AMAX], table[:, _AMAX])
+        total[where, _SATURATED:] += table[:, _SATURATED:]
+        low[where] = np.minimum(low[where], table[:, _SCALE])
+        high[where] = np.maximum(high[where], table[:, _SCALE])
+    if same_scale and not np.array_equal(low, high, equal_nan=True):
+        worst = int(np.flatnonzero(low != high)[0])
+        raise ScaleMismatchError(list(index)[worst], float(low[worst]), float(high[worst]))
+    share = 100.0 / np.maximum(total[:, _COUNT], 1.0)
+    columns = (
+        total[:, _AMAX],
+        low,
+        total[:, _SATURATED] * share,
+        total[:, _UNDERFLOWED] * share,
+        total[:, _NONFINITE].astype(np.int64),
+    )
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    return {name: TensorStats(*row) for name, row in zip(index, values, strict=True)}
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(layer, role) of ``"layers.3.mlp.down/input"``."""
+    layer, _, role = name.rpartition("/")
+    return layer, role
+
+
+def headroom_octaves(name: str, stats: TensorStats, fp8_format: str = "HYBRID") -> float:
+    """How often the tensor's amax can double before it is clamped; below 0 it is clamped now.
+
+    log2(format maximum / (amax * scale)); infinite for an all-zero tensor, minus infinite
+    for a non-finite amax.
+    """
+    limits = FORMAT_MAX.get(fp8_format, FORMAT_MAX["HYBRID"])
+    limit = limits.get(split_name(name)[1], 448.0)
+    largest = stats.amax * stats.scale
+    if math.isnan(largest) or math.isinf(largest):
+        return -math.inf
+    if largest <= 0.0:
+        return math.inf
+    return math.log2(limit / largest)
+
+
+def is_calibrated(stats: TensorStats) -> bool:
+    """Whether the scale was made from data: a delayed scale starts as exactly 1."""
+    return stats.scale != 1.0
+
+
+def worst_by_headroom(
+    tensors: Mapping[str, TensorStats],
+    count: int,
+    fp8_format: str = "HYBRID",
+    without_layers: Iterable[str] = (),
+) -> list[tuple[str, float]]:
+    """The ``count`` tensors nearest to (or furthest beyond) their format's maximum, worst first.
+
+    (name, headroom in octaves). Layers in ``without_layers`` (those in BF16) and tensors
+    that are not calibrated yet are left out: their headroom means nothing.
+    """
+    left_out = frozenset(without_layers)
+    rated = (
+        (headroom_octaves(name, stats, fp8_format), name)
+        for name, stats in tensors.items()
+        if is_calibrated(stats) and split_name(name)[0] not in left_out
+    )
+    return [(name, room) for room, name in heapq.nsmallest(count, rated)]

@@ -1,0 +1,261 @@
+"""Tensors that outgrew their FP8 scale.
+
+Sees: each tensor's share of clamped values, and its amax against its own history.
+Statistic: percent saturated for ``saturation_patience`` steps in a row at or above
+``saturation_pct``; beside it the *surge*, the octaves by which log2(amax) exceeds the
+largest of recent healthy steps (a maximum that leaks an octave a ``window``). Suspects are
+layers, the one that moved first in front; among equals a forward operand (input, weight)
+before a gradient, which only follows it, then the larger surge.
+
+Must not fire on: a tensor whose delayed scale has seen no data yet (scale 1), a layer
+that computes in BF16, a handful of clamped values above an old maximum. In a settling
+window only heavy saturation counts (``HEAVY`` times the limit).
+
+All tensors are handled at once as numpy arrays: a step of 1,000 tensors costs less than
+a millisecond.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from monitoring.amax import split_name
+from monitoring.detectors.base import Detector, register
+from monitoring.records import Incident, StepRecord, Suspect
+
+HEAVY = 10.0
+"""Times the limit that saturation must reach to count within a settling window."""
+MOVED_OCTAVES = 1.0
+"""Surge from which a tensor is taken to have moved."""
+MOST_SUSPECTS = 8
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_NEVER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SaturationState:
+    """One entry a tensor, in the order of ``names``; arrays are never written in place."""
+
+    names: tuple[str, ...]
+    reference: Floats
+    """Leaky maximum of log2(amax) over healthy steps; NaN before the first."""
+    calibrated: Bools
+    """An earlier record showed a scale made from data."""
+    run: Ints
+    """Steps in a row at or above the limit."""
+    moved_since: Ints
+    """First step of the present stretch of moving or saturation, -1 for none."""
+
+
+@lru_cache(maxsize=8)
+def _layers(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(split_name(name)[0] for name in names)
+
+
+@lru_cache(maxsize=8)
+def _in_bf16(names: tuple[str, ...], high_precision: tuple[str, ...]) -> Bools:
+    layers = frozenset(high_precision)
+    return np.array([layer in layers for layer in _layers(names)], dtype=np.bool_)
+
+
+@register
+class AmaxSaturation(Detector[SaturationState]):
+    """Fires when a tensor is clamped more than a little, and names the layers to suspect."""
+
+    name = "amax_saturation"
+
+    def initial(self) -> SaturationState:
+        return _empty(())
+
+    def counts_while_settling(self, incident: Incident) -> bool:
+        return incident.evidence["saturated_pct"] >= HEAVY * self.config.saturation_pct
+
+    def observe(
+        self, state: SaturationState, record: StepRecord
+    ) -> tuple[SaturationState, list[Incident]]:
+        if not record.tensors:
+            return state, []
+        names = tuple(record.tensors)
+        if names != state.names:
+            state = _renamed(state, names)
+        stats = list(record.tensors.values())
+        amax = np.array(list(map(attrgetter("amax"), stats)), dtype=np.float64)
+        scale = np.array(list(map(attrgetter("scale"), stats)), dtype=np.float64)
+        pct = np.array(list(map(attrgetter("saturated_pct"), stats)), dtype=np.float64)
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            octaves = np.log2(amax)
+        surge = np.where(np.isnan(octaves), np.inf, octaves) - state.reference
+        surge = np.where(np.isnan(surge), 0.0, surge)
+        clamped = pct >= self.config.saturation_pct
+        clamped &= (
+            state.calibrated & (scale != 1.0) & ~_in_bf16(names, record.high_precision_layers)
+        )
+        moved = clamped | (surge >= MOVED_OCTAVES)
+        since = np.where(
+            moved, np.where(state.moved_since == _NEVER, record.step, state.moved_since), _NEVER
+        )
+        run = np.where(clamped, state.run + 1, 0)
+        following = SaturationState(
+            names=names,
+            reference=self._reference(state, octaves, moved, clamped, since, record.step),
+            calibrated=state.calibrated | (scale != 1.0),
+            run=run,
+            moved_since=since,
+        )
+        if not np.any(run >= self.config.saturation_patience):
+            return following, []
+        return following, [self._incident(record, following, amax, pct, surge, moved)]
+
+    def _reference(
+        self,
+        state: SaturationState,
+        octaves: Floats,
+        moved: Bools,
+        clamped: Bools,
+        since: Ints,
+        step: int,
+    ) -> Floats:
+        """The next reference: moved tensors keep theirs, unless they stay where they went.
+
+        One that moved a whole window ago without being clamped has found a new level; its
+        old one would make it a suspect for ever.
+        """
+        first = np.isnan(state.reference)
+        leaked = np.fmax(octaves, state.reference - 1.0 / self.config.window)
+        settled = moved & ~clamped & (step - since >= self.config.window)
+        fresh = np.where(first | settled, octaves, leaked)
+        kept = np.where(moved & ~settled & ~first, state.reference, fresh)
+        return np.where(np.isfinite(kept), kept, state.reference)
+
+    def _incident(
+        self,
+        record: StepRecord,
+        state: SaturationState,
+        amax: Floats,
+        pct: Floats,
+        surge: Floats,
+        moved: Bools,
+    ) -> Incident:
+        hits = np.flatnonzero(state.run >= self.config.saturation_patience)
+        involved = np.flatnonzero(moved)
+        suspects = _suspects(state, involved, hits, amax, pct, surge)
+        onset = int(state.moved_since[hits].min())
+        worst = int(hits[np.argmax(pct[hits])])
+        lead = suspects[0]
+        return Incident(
+            kind="amax_saturation",
+            detector=self.name,
+            attempt=record.attempt,
+            timeline=record.timeline,
+            step=record.step,
+            onset_step=onset,
+            time=record.time,
+            message=(
+                f"{len(hits)} of {len(state.names)} tensors saturated in step {record.step}: "
+                f"{state.names[worst]} had {pct[worst]:.1f} % of its values clamped (limit "
+                f"{self.config.saturation_pct:g} %); first to move was {lead.layer}, its "
+                f"{lead.tensor} {lead.evidence['surge_octaves']:.1f} octaves above its history "
+                f"since step {onset}."
+            ),
+            evidence={
+                "saturated_pct": float(pct[worst]),
+                "saturated_tensors": float(len(hits)),
+                "surge_octaves": float(surge[involved].max()),
+            },
+            suspects=suspects,
+        )
+
+    def dump(self, state: SaturationState) -> Any:
+        return {
+            "names": list(state.names),
+            "reference": [None if np.isnan(v) else v for v in state.reference.tolist()],
+            "calibrated": "".join("1" if c else "0" for c in state.calibrated),
+            "run": state.run.tolist(),
+            "moved_since": state.moved_since.tolist(),
+        }
+
+    def load(self, row: Any) -> SaturationState:
+        return SaturationState(
+            names=tuple(row["names"]),
+            reference=np.array([np.nan if v is None else v for v in row["reference"]], dtype=float),
+            calibrated=np.array([c == "1" for c in row["calibrated"]], dtype=np.bool_),
+            run=np.array(row["run"], dtype=np.int64),
+            moved_since=np.array(row["moved_since"], dtype=np.int64),
+        )
+
+
+def _suspects(
+    state: SaturationState,
+    involved: Ints,
+    hits: Ints,
+    amax: Floats,
+    pct: Floats,
+    surge: Floats,
+) -> tuple[Suspect, ...]:
+    """Layers with a saturated tensor, the likeliest cause first.
+
+    A layer's rank comes from all its tensors that moved: saturation may show in its gradient
+    while it was the weight that leapt.
+    """
+    layers = _layers(state.names)
+    saturated = {layers[i] for i in hits.tolist()}
+
+    def key(i: int) -> tuple[bool, int, bool, float, float]:
+        backward = state.names[i].endswith("/grad_output")
+        return (
+            layers[i] not in saturated,
+            int(state.moved_since[i]),
+            backward,
+            -float(surge[i]),
+            -float(pct[i]),
+        )
+
+    found: dict[str, Suspect] = {}
+    for i in sorted(involved.tolist(), key=key):
+        layer, role = split_name(state.names[i])
+        if layer in saturated and layer not in found:
+            evidence = {
+                "saturated_pct": float(pct[i]),
+                "surge_octaves": float(surge[i]),
+                "amax": float(amax[i]),
+                "since_step": float(state.moved_since[i]),
+            }
+            found[layer] = Suspect(layer, role, evidence)
+    return tuple(found.values())[:MOST_SUSPECTS]
+
+
+def _empty(names: tuple[str, ...]) -> SaturationState:
+    size = len(names)
+    return SaturationState(
+        names=names,
+        reference=np.full(size, np.nan),
+        calibrated=np.zeros(size, dtype=np.bool_),
+        run=np.zeros(size, dtype=np.int64),
+        moved_since=np.full(size, _NEVER, dtype=np.int64),
+    )
+
+
+def _renamed(state: SaturationState, names: tuple[str, ...]) -> SaturationState:
+    """The state for another set of tensors: known ones keep theirs."""
+    known = {name: i for i, name in enumerate(state.names)}
+    pairs = [(new, known[name]) for new, name in enumerate(names) if name in known]
+    following = _empty(names)
+    if not pairs:
+        return following
+    new, old = (list(column) for column in zip(*pairs, strict=True))
+    following.reference[new] = state.reference[old]
+    following.calibrated[new] = state.calibrated[old]
+    following.run[new] = state.run[old]
+    following.moved_since[new] = state.moved_since[old]
+    return following

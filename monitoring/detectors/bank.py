@@ -1,0 +1,204 @@
+"""All detectors of a job as one, with settling windows, one report a trouble, and rewind.
+
+Promises:
+- The state is a function of the records alone (and of ``hold``/``settle`` calls), so that a
+  replay decides the same. ``rewind(step)`` brings back the state from before that step.
+- A record of an older attempt or timeline is refused; one that goes back to an earlier step
+  rewinds by itself, whether or not ``rewind`` was called.
+- Several detectors at one step give one list. While a trouble is in hand nothing is
+  reported twice: until ``rewind``, ``settle``, or ``settle_steps`` later, whichever is first.
+
+Settling: for ``settle_steps`` steps after a start, a rewind or a change of precision,
+spikes are not reported (the loss moves for good reasons then); non-finite steps and heavy
+saturation always are. The windows are found from the records themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from monitoring.config import DetectionConfig
+from monitoring.detectors.base import Detector, build_detectors
+from monitoring.records import Incident, StepRecord
+
+PAST_STEPS = 256
+"""Steps back that a rewind can be exact."""
+SAVED_PAST_STATES = 8
+"""Past states in ``state_dict`` at most, the newest at multiples of ``save_every``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BankState:
+    """State before the record of ``next_step``."""
+
+    detectors: tuple[Any, ...]
+    attempt: int = 0
+    timeline: int = 0
+    next_step: int | None = None
+    """Step after the newest record; None before the first."""
+    settle_until: int = 0
+    """First step that is past the settling window."""
+    hold_until: int | None = None
+    """First step past the hold; None: no trouble in hand."""
+    high_precision: tuple[str, ...] = ()
+
+
+class DetectorBank:
+    """Feeds records to the detectors and answers with what is worth acting on."""
+
+    def __init__(
+        self,
+        config: DetectionConfig,
+        detectors: Sequence[Detector[Any]] | None = None,
+        *,
+        save_every: int = 10,
+    ) -> None:
+        """``detectors``: unset, one of each registered. ``save_every``: the steps whose past
+        states are saved, to be set to the snapshots' interval."""
+        self.config = config
+        self.detectors = list(build_detectors(config) if detectors is None else detectors)
+        self.save_every = max(1, save_every)
+        self._state = self._initial()
+        self._past: deque[tuple[int, BankState]] = deque(maxlen=PAST_STEPS)
+
+    def observe(self, record: StepRecord) -> list[Incident]:
+        """What is new and wrong in this record; [] for one of a replaced attempt or timeline."""
+        state = self._state
+        if (record.attempt, record.timeline) < (state.attempt, state.timeline):
+            return []
+        if state.next_step is not None and record.step < state.next_step:
+            self.rewind(record.step)
+            state = self._state
+        state = self._enter(state, record)
+        while self._past and self._past[-1][0] >= record.step:
+            self._past.pop()
+        self._past.append((record.step, state))
+
+        states: list[Any] = []
+        incidents: list[Incident] = []
+        settling = record.step < state.settle_until
+        for detector, own in zip(self.detectors, state.detectors, strict=True):
+            following, found = detector.observe(own, record)
+            states.append(following)
+            incidents += [
+                incident
+                for incident in found
+                if not settling or detector.counts_while_settling(incident)
+            ]
+        hold = state.hold_until
+        if hold is not None:
+            incidents = []
+        elif any(incident.kind != "nonfinite" for incident in incidents):
+            # A non-finite step alone is dealt with as it is seen: each next one is new.
+            hold = record.step + self.config.settle_steps
+        self._state = replace(
+            state, detectors=tuple(states), next_step=record.step + 1, hold_until=hold
+        )
+        return incidents
+
+    def rewind(self, step: int, *, timeline: int | None = None) -> int:
+        """Go back to the state from before ``step`` and settle from there; safe to repeat.
+
+        ``timeline``: the one that starts with it; records of older ones that are still on
+        their way are then refused. Unset, they are taken until a newer one arrives.
+
+        Returns the step whose state was found: ``step`` itself, or the newest older one that
+        is still kept (the baselines then lack what lay between). With none older the
+        detectors start anew, and it returns ``step``.
+        """
+        newest = self._state
+        while self._past and self._past[-1][0] > step:
+            self._past.pop()
+        if newest.next_step is not None and newest.next_step <= step:
+            found, state = step, newest
+        elif self._past:
+            found, state = self._past[-1]
+        else:
+            found, state = step, self._initial()
+        self._state = replace(
+            state,
+            attempt=newest.attempt,
+            timeline=newest.timeline if timeline is None else timeline,
+            next_step=step,
+            hold_until=None,
+            settle_until=step + self.config.settle_steps,
+        )
+        return found
+
+    def settle(self, step: int) -> None:
+        """Open a settling window at ``step`` and end a hold: the trouble is dealt with."""
+        self._state = replace(
+            self._state, settle_until=step + self.config.settle_steps, hold_until=None
+        )
+
+    def hold(self, step: int) -> None:
+        """Report nothing before ``step``, unless ``rewind`` or ``settle`` comes first."""
+        self._state = replace(self._state, hold_until=step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Strict JSON of the present state and of some past ones (see ``save_every``)."""
+        saved = [(s, p) for s, p in self._past if s % self.save_every == 0]
+        return {
+            "version": 1,
+            "detectors": [detector.name for detector in self.detectors],
+            "now": self._dump(self._state),
+            "past": [[s, self._dump(p)] for s, p in saved[-SAVED_PAST_STATES:]],
+        }
+
+    def load_state_dict(self, row: Mapping[str, Any]) -> None:
+        """Take on a saved state. A detector that is new since then starts from nothing."""
+        names = list(row["detectors"])
+        self._state = self._load(row["now"], names)
+        self._past.clear()
+        self._past.extend((int(s), self._load(p, names)) for s, p in row["past"])
+
+    def _initial(self) -> BankState:
+        return BankState(tuple(detector.initial() for detector in self.detectors))
+
+    def _enter(self, state: BankState, record: StepRecord) -> BankState:
+        """The state with the record's attempt, timeline and precision, windows opened."""
+        started = state.next_step is None or record.attempt != state.attempt
+        moved = state.next_step is not None and (
+            record.timeline != state.timeline
+            or record.high_precision_layers != state.high_precision
+        )
+        settle_until = state.settle_until
+        if started or moved:
+            settle_until = max(settle_until, record.step + self.config.settle_steps)
+        hold = state.hold_until
+        if hold is not None and record.step >= hold:
+            hold = None
+        return replace(
+            state,
+            attempt=record.attempt,
+            timeline=record.timeline,
+            high_precision=record.high_precision_layers,
+            settle_until=settle_until,
+            hold_until=hold,
+        )
+
+    def _dump(self, state: BankState) -> dict[str, Any]:
+        own = [d.dump(s) for d, s in zip(self.detectors, state.detectors, strict=True)]
+        return {
+            "detectors": own,
+            "attempt": state.attempt,
+            "timeline": state.timeline,
+            "next_step": state.next_step,
+            "settle_until": state.settle_until,
+            "hold_until": state.hold_until,
+            "high_precision": list(state.high_precision),
+        }
+
+    def _load(self, row: Mapping[str, Any], names: Sequence[str]) -> BankState:
+        saved = dict(zip(names, row["detectors"], strict=True))
+        values = {k: v for k, v in row.items() if k not in ("detectors", "high_precision")}
+        return BankState(
+            detectors=tuple(
+                d.load(saved[d.name]) if d.name in saved else d.initial() for d in self.detectors
+            ),
+            high_precision=tuple(row["high_precision"]),
+            **values,
+        )

@@ -1,0 +1,68 @@
+"""The interface of a detector, and the registry of those there are.
+
+A detector is a pure function (state, record) → (state, incidents). Its state is an
+immutable value; ``dump`` and ``load`` carry it through JSON without loss, so that a
+supervisor that died goes on exactly where it stopped.
+
+Promises: ``observe`` reads no clock and keeps nothing outside the state; what is reported
+as an incident never enters the baseline it was measured against.
+
+A new detector is a new file with a class marked ``@register``, imported in
+``monitoring.detectors``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+from monitoring.config import DetectionConfig
+from monitoring.records import Incident, StepRecord
+
+State = TypeVar("State")
+
+
+class Detector(ABC, Generic[State]):
+    """Looks for one kind of trouble."""
+
+    name: ClassVar[str]
+    """Word in ``Incident.detector`` and in stored states."""
+
+    def __init__(self, config: DetectionConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def initial(self) -> State:
+        """The state before the first record."""
+
+    @abstractmethod
+    def observe(self, state: State, record: StepRecord) -> tuple[State, list[Incident]]:
+        """Take in one record; records come with rising step numbers."""
+
+    @abstractmethod
+    def dump(self, state: State) -> Any:
+        """The state as strict JSON values."""
+
+    @abstractmethod
+    def load(self, row: Any) -> State:
+        """The inverse of ``dump``."""
+
+    def counts_while_settling(self, incident: Incident) -> bool:
+        """Whether an incident is reported within a settling window (spikes are not)."""
+        return False
+
+
+DETECTORS: dict[str, type[Detector[Any]]] = {}
+"""Every detector by name, in the order in which they look at a record."""
+
+
+def register(cls: type[Detector[Any]]) -> type[Detector[Any]]:
+    """Class decorator: add a detector to the registry; ValueError for a name taken."""
+    if DETECTORS.setdefault(cls.name, cls) is not cls:
+        raise ValueError(f"two detectors are named {cls.name}")
+    return cls
+
+
+def build_detectors(config: DetectionConfig) -> list[Detector[Any]]:
+    """One of each registered detector."""
+    return [cls(config) for cls in DETECTORS.values()]

@@ -1,0 +1,78 @@
+"""Robust statistics of a series: median, MAD, a falling trend, a window of healthy values.
+
+Promises: pure; a window is a value that can only be replaced. Medians and MADs bear up
+to half of the values being wild.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The newest healthy values of a series with the steps they belong to."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, step: int, value: float, limit: int) -> Window:
+        """With one value more, the oldest beyond ``limit`` dropped."""
+        return Window((*self.steps, step)[-limit:], (*self.values, value)[-limit:])
+
+    def dump(self) -> list[list[float]]:
+        return [list(self.steps), list(self.values)]
+
+    @classmethod
+    def load(cls, row: Sequence[Sequence[float]]) -> Window:
+        steps, values = row
+        return cls(tuple(int(s) for s in steps), tuple(float(v) for v in values))
+
+
+NO_VALUES = Window()
+
+
+def median(values: Sequence[float]) -> float:
+    """Median; ValueError for no values."""
+    if not values:
+        raise ValueError("median of no values")
+    ranked = sorted(values)
+    middle = len(ranked) // 2
+    return ranked[middle] if len(ranked) % 2 else 0.5 * (ranked[middle - 1] + ranked[middle])
+
+
+def robust_z(value: float, values: Sequence[float], floor: float) -> float:
+    """Distance of ``value`` from the median of ``values``, in robust standard deviations.
+
+    ``floor``: least deviation taken, in the unit of the values, so that a series that
+    hardly moves doesn't make every small step extreme.
+    """
+    centre = median(values)
+    spread = MAD_TO_SIGMA * median([abs(v - centre) for v in values])
+    return (value - centre) / max(spread, floor)
+
+
+def falling_trend(window: Window, step: int, length: int, reach: int) -> float:
+    """Value expected at ``step`` from the newest ``length`` values, were the trend to go on.
+
+    The slope is Theil–Sen's (median over all pairs), never above zero: a series that falls
+    is followed down, one that rises is held against its level. It is extended by at most
+    ``reach`` steps beyond the newest value, for a gap must not carry it away.
+    """
+    x = np.asarray(window.steps[-length:], dtype=np.float64)
+    y = np.asarray(window.values[-length:], dtype=np.float64)
+    if len(y) < 2:
+        return float(y[-1])
+    late, early = np.tril_indices(len(y), -1)
+    slope = min(0.0, float(np.median((y[late] - y[early]) / (x[late] - x[early]))))
+    at = min(float(step), float(x[-1]) + reach)
+    return float(np.median(y + slope * (at - x)))

@@ -1,0 +1,142 @@
+"""A job as its readers see it: the summary, the report, the terminal view and W&B.
+
+Promises: a ``JobView`` is a plain value made of stored records, whoever stored them; it
+round-trips through strict JSON. Incidents, actions and events are the stored rows
+(``Incident.to_json()`` and the like), so that a reader of an older job still works.
+
+Which steps count: a rollback or a restart runs some step numbers again. ``kept`` are the
+records that led to the present state, ``abandoned`` those that a later record replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from monitoring.records import Incident, StepRecord
+
+Row = Mapping[str, Any]
+
+GOES_BACK = frozenset(
+    {"rollback", "layer_fallback", "whole_bf16", "lower_lr", "restart", "return_to_fp8"}
+)
+"""Action kinds that may go back to an earlier step."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """Everything known of one job at one moment."""
+
+    job: str
+    state: str
+    """Word of the job's state, as ``running``."""
+    spec: Row
+    """The completed spec, as JSON."""
+    steps: Sequence[StepRecord] = ()
+    """In the order in which they were recorded, abandoned ones included."""
+    incidents: Sequence[Row] = ()
+    actions: Sequence[Row] = ()
+    events: Sequence[Row] = ()
+    extra: Row = field(default_factory=dict)
+    """What the owner of the job adds, as its directory."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "job": self.job,
+            "state": self.state,
+            "spec": dict(self.spec),
+            "steps": [step.to_json() for step in self.steps],
+            "incidents": [dict(row) for row in self.incidents],
+            "actions": [dict(row) for row in self.actions],
+            "events": [dict(row) for row in self.events],
+            "extra": dict(self.extra),
+        }
+
+    @classmethod
+    def from_json(cls, row: Row) -> JobView:
+        return cls(
+            job=row["job"],
+            state=row["state"],
+            spec=row["spec"],
+            steps=tuple(StepRecord.from_json(step) for step in row.get("steps", ())),
+            incidents=tuple(row.get("incidents", ())),
+            actions=tuple(row.get("actions", ())),
+            events=tuple(row.get("events", ())),
+            extra=row.get("extra", {}),
+        )
+
+    def section(self, *names: str) -> Any:
+        """A part of the spec by its path, None where it says nothing."""
+        value: Any = self.spec
+        for name in names:
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(name)
+        return value
+
+    def parsed_incidents(self) -> list[Incident]:
+        """The incidents as values, oldest first."""
+        return [Incident.from_json(row) for row in self.incidents]
+
+
+def split_timelines(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
+    """(kept, abandoned), each in recorded order; ``kept`` has rising step numbers.
+
+    A record that goes back to step s abandons what was kept from s on.
+    """
+    kept: list[StepRecord] = []
+    abandoned: list[StepRecord] = []
+    for record in steps:
+        undone: list[StepRecord] = []
+        while kept and kept[-1].step >= record.step:
+            undone.append(kept.pop())
+        abandoned.extend(reversed(undone))
+        kept.append(record)
+    return kept, abandoned
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One return to an earlier step: what it cost."""
+
+    action: Row
+    to_step: int
+    """First step run again."""
+    first_step_time: float
+    """When that step was done, seconds since the epoch."""
+    seconds: float
+    """From the decision to the first step done after it."""
+    steps_lost: int
+    """Steps that were undone."""
+
+
+def recoveries(view: JobView) -> list[Recovery]:
+    """Every action that took the job back, with the first step that followed it.
+
+    An action is matched with the first record, stored after it was decided, whose attempt
+    or timeline is newer than the action's; one that nothing followed yet is left out.
+    """
+    found: list[Recovery] = []
+    for action in view.actions:
+        if action.get("kind") not in GOES_BACK:
+            continue
+        mark = (int(action["attempt"]), int(action["timeline"]))
+        after = next((r for r in view.steps if (r.attempt, r.timeline) > mark), None)
+        if after is None:
+            continue
+        if action.get("to_step") is None and action["kind"] != "restart":
+            continue
+        undone = sum(
+            1 for r in view.steps if (r.attempt, r.timeline) == mark and r.step >= after.step
+        )
+        found.append(
+            Recovery(
+                action=action,
+                to_step=after.step,
+                first_step_time=after.time,
+                seconds=max(0.0, after.time - float(action["time"])),
+                steps_lost=undone,
+            )
+        )
+    return found
