@@ -1,0 +1,300 @@
+"""The recovery policy as tables: each remedy with a case that it is not for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from monitoring.records import Incident, Suspect
+from orchestrator.config import RecoveryConfig
+from orchestrator.recovery import Action, History, Restorable, decide, return_to_fp8
+
+POLICY = RecoveryConfig()
+LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down", "layers.2.mlp.down")
+DOWN = LAYERS[1]
+
+
+def incident(kind: str, step: int, onset: int | None = None, *suspects: str) -> Incident:
+    return Incident(
+        kind=kind,  # type: ignore[arg-type]
+        detector=kind,
+        attempt=1,
+        timeline=0,
+        step=step,
+        onset_step=step if onset is None else onset,
+        time=float(step),
+        message=f"{kind} at step {step}",
+        suspects=tuple(Suspect(name, "input", {"saturated_pct": 7.0}) for name in suspects),
+    )
+
+
+def history(step: int = 61, **changes: Any) -> History:
+    base = History(
+        attempt=1,
+        timeline=0,
+        step=step,
+        time=1000.0,
+        actions=(),
+        restorable=(Restorable(40, 0, True), Restorable(50, 0, True), Restorable(60, 0, False)),
+        precision={},
+        fp8_layers=LAYERS,
+        lr_scale=1.0,
+        ledger=(),
+        batches={s: s for s in range(step + 1)},
+        last_incident_step=None,
+    )
+    return replace(base, **changes)
+
+
+def why(action: Action, rung: str) -> str:
+    return next(p.why for p in action.passed_over if p.rung == rung)
+
+
+def act(hist: History, *incidents: Incident, policy: RecoveryConfig = POLICY) -> Action:
+    return decide(incidents, hist, policy)
+
+
+class TestSkipStep:
+    def test_it_answers_a_nonfinite_step_and_changes_nothing_else(self) -> None:
+        action = act(history(), incident("nonfinite", 61))
+        assert action.kind == "skip_step"
+        assert action.to_step is None and not action.skip_batches and not action.precision
+
+    def test_it_does_not_answer_a_loss_spike(self) -> None:
+        action = act(history(), incident("loss_spike", 61))
+        assert action.kind == "rollback"
+        assert "not loss_spike" in why(action, "skip_step")
+
+    def test_it_does_not_answer_a_nonfinite_step_that_saturation_explains(self) -> None:
+        action = act(
+            history(), incident("nonfinite", 61), incident("amax_saturation", 61, 61, DOWN)
+        )
+        assert action.kind == "layer_fallback"
+
+    def test_a_row_longer_than_allowed_goes_back_to_before_its_first_step(self) -> None:
+        hist = history(58)
+        for step in (58, 59, 60):
+            action = act(replace(hist, step=step), incident("nonfinite", step))
+            assert action.kind == "skip_step"
+            hist = replace(hist, actions=(*hist.actions, action))
+        action = act(history(61, actions=hist.actions), incident("nonfinite", 61))
+        assert action.kind == "rollback"
+        assert action.to_step == 50 and action.skip_batches == (58, 59, 60, 61)
+        assert "4 non-finite steps in a row" in why(action, "skip_step")
+
+    def test_nonfinite_steps_with_a_good_one_between_are_no_row(self) -> None:
+        hist = history()
+        for step in (50, 52, 54, 56, 58):
+            action = act(replace(hist, step=step), incident("nonfinite", step))
+            assert action.kind == "skip_step"
+            hist = replace(hist, actions=(*hist.actions, action))
+
+    def test_its_budget_is_for_the_life_of_the_job(self) -> None:
+        policy = RecoveryConfig(max_skips=1)
+        first = act(history(10), incident("nonfinite", 10), policy=policy)
+        action = act(history(actions=(first,)), incident("nonfinite", 61), policy=policy)
+        assert action.kind == "rollback"
+        assert why(action, "skip_step") == "1 of recovery.max_skips = 1 are used"
+
+
+class TestRollback:
+    def test_it_lands_on_the_newest_certified_snapshot_before_the_onset(self) -> None:
+        action = act(history(), incident("loss_spike", 61, 58))
+        assert (action.kind, action.to_step, action.in_place) == ("rollback", 50, True)
+        assert action.skip_batches == (58, 59, 60, 61)
+        assert not action.precision
+        assert "skip batches 58-61" in action.reason
+
+    def test_it_does_not_land_on_a_certified_snapshot_after_the_onset(self) -> None:
+        assert act(history(), incident("loss_spike", 61, 45)).to_step == 40
+
+    def test_it_takes_an_uncertified_snapshot_only_if_no_certified_one_is_left(self) -> None:
+        hist = history(restorable=(Restorable(50, 0, False), Restorable(60, 0, False)))
+        action = act(hist, incident("loss_spike", 61, 58))
+        assert action.to_step == 50 and "not certified" in action.reason
+
+    def test_without_a_snapshot_the_next_attempt_goes_back_further(self) -> None:
+        action = act(history(), incident("loss_spike", 61, 35))
+        assert (action.kind, action.in_place, action.to_step) == ("rollback", False, 35)
+        assert action.skip_batches == tuple(range(35, 62))
+
+    def test_it_does_not_restart_beyond_the_restarts_left(self) -> None:
+        action = act(
+            history(), incident("loss_spike", 61, 35), policy=RecoveryConfig(max_restarts=0)
+        )
+        assert action.kind == "pause"
+        assert "0 of 0 restarts are used" in why(action, "rollback")
+
+    def test_batches_are_those_of_the_steps_as_the_ledger_maps_them(self) -> None:
+        hist = history(ledger=(7, 8), batches={60: 62, 61: 63})
+        assert act(hist, incident("loss_spike", 61, 60)).skip_batches == (62, 63)
+
+    def test_a_spike_within_the_horizon_climbs(self) -> None:
+        first = act(history(), incident("loss_spike", 61))
+        again = act(history(150, actions=(first,)), incident("grad_norm_spike", 150))
+        assert again.kind == "whole_bf16"
+        assert "rollback at step 61" in why(again, "rollback")
+        assert again.precision == dict.fromkeys(LAYERS, "bf16")
+
+    def test_a_spike_in_the_replay_of_the_rollback_climbs_too(self) -> None:
+        first = act(history(), incident("loss_spike", 61))
+        assert act(history(55, actions=(first,)), incident("loss_spike", 55)).kind == "whole_bf16"
+
+    def test_a_spike_beyond_the_horizon_does_not_climb(self) -> None:
+        first = act(history(), incident("loss_spike", 61))
+        later = history(61 + POLICY.horizon + 1, actions=(first,))
+        assert act(later, incident("loss_spike", later.step)).kind == "rollback"
+
+    def test_another_trouble_within_the_horizon_does_not_climb(self) -> None:
+        first = act(history(), incident("amax_saturation", 61, 61, DOWN))
+        assert first.kind == "layer_fallback"
+        hist = history(150, actions=(first,), precision={DOWN: "bf16"})
+        assert act(hist, incident("loss_spike", 150)).kind == "rollback"
+
+
+class TestLayerFallback:
+    def test_saturation_goes_to_it_directly_with_the_suspects_alone(self) -> None:
+        action = act(
+            history(), incident("loss_spike", 61, 61), incident("amax_saturation", 61, 60, DOWN)
+        )
+        assert action.kind == "layer_fallback"
+        assert action.precision == {DOWN: "bf16"}
+        assert action.to_step == 50 and action.skip_batches == (60, 61)
+        assert "moved first in FP8" in why(action, "rollback")
+        assert len(action.incidents) == 2
+
+    def test_layers_already_in_bf16_are_no_suspects(self) -> None:
+        hist = history(precision={DOWN: "bf16"})
+        action = act(hist, incident("loss_spike", 61, 61, DOWN))
+        assert action.kind == "rollback"
+
+    def test_layers_that_never_ran_in_fp8_are_no_suspects(self) -> None:
+        action = act(history(fp8_layers=()), incident("loss_spike", 61, 61, DOWN))
+        assert action.kind == "rollback"
+
+    def test_fresh_suspects_within_the_horizon_are_answered_again(self) -> None:
+        first = act(history(), incident("amax_saturation", 61, 61, DOWN))
+        hist = history(90, actions=(first,), precision={DOWN: "bf16"})
+        second = act(hist, incident("amax_saturation", 90, 90, DOWN, LAYERS[2]))
+        assert second.kind == "layer_fallback" and second.precision == {LAYERS[2]: "bf16"}
+
+    def test_it_moves_no_more_layers_than_allowed_most_suspect_first(self) -> None:
+        policy = RecoveryConfig(max_suspects=2)
+        seen = incident("amax_saturation", 61, 61, LAYERS[2], LAYERS[0], LAYERS[1])
+        action = act(history(), seen, policy=policy)
+        assert list(action.precision) == [LAYERS[2], LAYERS[0]]
+
+    def test_a_spent_budget_moves_the_whole_model(self) -> None:
+        action = act(
+            history(),
+            incident("amax_saturation", 61, 61, DOWN),
+            policy=RecoveryConfig(max_layer_fallbacks=0),
+        )
+        assert action.kind == "whole_bf16"
+
+
+class TestLastRungs:
+    def test_a_model_without_fp8_gets_a_lower_learning_rate(self) -> None:
+        first = act(history(fp8_layers=()), incident("loss_spike", 61))
+        hist = history(70, fp8_layers=(), actions=(first,), lr_scale=0.5)
+        action = act(hist, incident("loss_spike", 70))
+        assert action.kind == "lower_lr" and action.lr_scale == 0.25
+        assert why(action, "whole_bf16") == "no layer computes in FP8"
+
+    def test_a_pause_goes_back_to_a_good_state_first_and_names_all_rungs(self) -> None:
+        policy = RecoveryConfig(max_rollbacks=0, max_lr_cuts=0)
+        action = act(history(fp8_layers=()), incident("loss_spike", 61), policy=policy)
+        assert action.kind == "pause" and action.to_step == 50
+        assert [p.rung for p in action.passed_over] == [
+            "skip_step",
+            "rollback",
+            "layer_fallback",
+            "whole_bf16",
+            "lower_lr",
+            "restart",
+        ]
+
+    def test_on_exhausted_fail_fails(self) -> None:
+        policy = RecoveryConfig(max_rollbacks=0, max_lr_cuts=0, on_exhausted="fail")
+        action = act(history(fp8_layers=()), incident("loss_spike", 61), policy=policy)
+        assert action.kind == "fail"
+
+
+class TestRestart:
+    def test_a_lost_rank_starts_the_next_attempt_from_the_newest_state(self) -> None:
+        action = act(history(), incident("rank_died", 61))
+        assert (action.kind, action.in_place, action.to_step) == ("restart", False, None)
+        assert not action.skip_batches
+
+    def test_a_spike_does_not(self) -> None:
+        action = act(history(fp8_layers=()), incident("loss_spike", 61))
+        assert action.kind == "rollback" and action.in_place
+
+    def test_a_lost_rank_beside_a_saturated_layer_takes_the_remedy_along(self) -> None:
+        action = act(
+            history(), incident("rank_died", 61), incident("amax_saturation", 61, 58, DOWN)
+        )
+        assert action.kind == "layer_fallback" and not action.in_place
+        assert action.to_step == 58 and action.precision == {DOWN: "bf16"}
+
+    def test_a_lost_rank_beside_a_nonfinite_step_is_a_restart(self) -> None:
+        action = act(history(), incident("rank_hung", 61), incident("nonfinite", 61))
+        assert action.kind == "restart"
+
+    def test_restarts_of_all_kinds_share_one_budget(self) -> None:
+        policy = RecoveryConfig(max_restarts=2)
+        first = act(history(), incident("rank_died", 61), policy=policy)
+        second = act(history(actions=(first,)), incident("loss_spike", 61, 30), policy=policy)
+        assert not second.in_place
+        third = act(history(actions=(first, second)), incident("rank_died", 61), policy=policy)
+        assert third.kind == "pause" and third.to_step is None
+        assert why(third, "restart") == "2 of recovery.max_restarts = 2 are used"
+
+
+class TestReturnToFP8:
+    def fallen(self, step: int, *more: Action, **changes: Any) -> History:
+        first = act(history(), incident("amax_saturation", 61, 61, DOWN))
+        values: dict[str, Any] = {"precision": {DOWN: "bf16"}, "last_incident_step": 61}
+        return history(step, actions=(first, *more), **(values | changes))
+
+    def test_it_follows_a_calm_stretch(self) -> None:
+        action = return_to_fp8(self.fallen(161), POLICY)
+        assert action.kind == "return_to_fp8" and action.precision == {DOWN: "fp8"}
+
+    def test_it_does_not_come_a_step_early(self) -> None:
+        action = return_to_fp8(self.fallen(160), POLICY)
+        assert action.kind == "none" and "99 healthy steps" in action.reason
+
+    def test_any_incident_starts_the_count_again(self) -> None:
+        assert return_to_fp8(self.fallen(161, last_incident_step=90), POLICY).kind == "none"
+
+    def test_a_layer_that_failed_again_after_its_return_stays(self) -> None:
+        back = return_to_fp8(self.fallen(161), POLICY)
+        again = act(self.fallen(170, back, precision={}), incident("loss_spike", 170, 170, DOWN))
+        assert again.precision == {DOWN: "bf16"}
+        hist = self.fallen(900, back, again, last_incident_step=170)
+        action = return_to_fp8(hist, POLICY)
+        assert action.kind == "none" and "failed after a return" in action.reason
+
+    def test_the_others_return_without_it(self) -> None:
+        back = return_to_fp8(self.fallen(161), POLICY)
+        again = act(self.fallen(170, back, precision={}), incident("loss_spike", 170, 170, DOWN))
+        other = act(self.fallen(175, back, again), incident("amax_saturation", 175, 175, LAYERS[2]))
+        hist = self.fallen(900, back, again, other, precision={DOWN: "bf16", LAYERS[2]: "bf16"})
+        assert return_to_fp8(hist, POLICY).precision == {LAYERS[2]: "fp8"}
+
+    def test_nothing_fallen_is_nothing_to_return(self) -> None:
+        assert return_to_fp8(history(900), POLICY).kind == "none"
+
+
+def test_no_incident_is_no_action() -> None:
+    assert decide((), history(), POLICY).kind == "none"
+
+
+def test_an_action_survives_json_with_its_evidence() -> None:
+    action = act(
+        history(), incident("loss_spike", 61, 61), incident("amax_saturation", 61, 60, DOWN)
+    )
+    assert action.passed_over and action.incidents
+    assert Action.from_json(json.loads(json.dumps(action.to_json(), allow_nan=False))) == action
