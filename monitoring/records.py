@@ -36,7 +36,7 @@ def encode_float(value: float) -> float | str:
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """FP8 statistics of one operand of one layer in one step, over all micro-batches and replicas."""
+    """FP8 statistics of one operand of one layer in one step, over all batches and replicas."""
 
     amax: float
     """Largest magnitude before quantization."""
