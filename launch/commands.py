@@ -11,7 +11,7 @@ step's health all-reduce, and every rank then applies all commands up to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from launch.config import RunConfig
@@ -98,6 +98,8 @@ class Assignment:
     """Layers that differ from the spec's precision."""
     lr_scale: float
     fired_drills: tuple[int, ...]
+    envs: Mapping[str, str] = field(default_factory=dict)
+    """The spec's ``envs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,33 @@ class RollbackReport:
     """Time the restore took on this rank."""
 
 
-Report = RankReport | SnapshotReport | RollbackReport
+@dataclass(frozen=True, slots=True)
+class DrillReport:
+    """A rank is about to fire a drill; delivered before it does, so that it fires once."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    time: float
+    drill: int
+    """Index in the spec's ``drills``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """A rank could not make a copy of its state of ``step``; it trains on."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    tier: Literal["ring", "memory", "disk"]
+    error: str
+    """One sentence for a person."""
+
+
+Report = RankReport | SnapshotReport | RollbackReport | DrillReport | CopyFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,161 @@
+"""Tokens: which ones a step trains on, as a pure function of the spec and the skip ledger.
+
+Promises: batch ``b`` holds the same sequences on any number of ranks, however it is cut
+into replicas and micro-batches, after any number of restarts. The step-th batch is the
+step-th natural number that the skip ledger leaves; the order of sequences is a seeded
+permutation of the corpus, another one each epoch, computed without a table.
+Nothing here imports torch before the first micro-batch is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.config import DataConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STDLIB = "python-stdlib"
+# What differs between installations of one Python release, or isn't the standard library.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MASK64 = (1 << 64) - 1
+
+
+class DataError(ValueError):
+    """The data of the spec can't be trained on; the message lists every problem."""
+
+
+def batch_of(step: int, ledger: Collection[int]) -> int:
+    """Index of the batch that step ``step`` trains on: the step-th one not in ``ledger``."""
+    batch = step
+    for skipped in sorted(set(ledger)):
+        if skipped > batch:
+            break
+        batch += 1
+    return batch
+
+
+def source_files(config: DataConfig) -> list[Path]:
+    """The files of the corpus in their order, which depends on their relative names alone."""
+    if config.source == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+    else:
+        root = Path(config.source)
+        if not root.is_dir():
+            return [root] if root.exists() else []
+    names = []
+    for path in root.glob(config.pattern):
+        name = path.relative_to(root)
+        if config.source == STDLIB and _NOT_STDLIB.intersection(name.parts):
+            continue
+        if path.is_file():
+            names.append(name.as_posix())
+    return [root / name for name in sorted(names)]
+
+
+def check_source(config: DataConfig, seq_len: int) -> list[str]:
+    """What stands against training on this data, one sentence each; reads no contents."""
+    if config.source != STDLIB and not Path(config.source).exists():
+        return [f"{config.source} does not exist"]
+    files = source_files(config)
+    if not files:
+        return [f"no file in {config.source} matches {config.pattern!r}"]
+    problems = []
+    size = 0
+    for path in files:
+        try:
+            with path.open("rb"):
+                size += path.stat().st_size
+        except OSError as error:
+            problems.append(f"{path} can't be read: {error.strerror}")
+    if not problems and size < seq_len + 1:
+        problems.append(
+            f"{config.source} has {size} tokens, fewer than one sequence of {seq_len} + 1"
+        )
+    return problems
+
+
+class TokenStream:
+    """The corpus of a job as sequences of ``seq_len`` tokens, each with its next one.
+
+    A single file is mapped, not read; the files of a folder are held in memory, one after
+    the other. ``fingerprint`` tells corpora apart by names and sizes: all ranks must have
+    the same. Raises DataError.
+    """
+
+    def __init__(self, config: DataConfig, seq_len: int) -> None:
+        problems = check_source(config, seq_len)
+        if problems:
+            raise DataError("; ".join(problems))
+        files = source_files(config)
+        if len(files) == 1:
+            self._tokens: NDArray[np.uint8] = np.memmap(files[0], dtype=np.uint8, mode="r")
+        else:
+            self._tokens = np.concatenate([np.fromfile(path, dtype=np.uint8) for path in files])
+        self._seq_len = seq_len
+        self._seed = config.shuffle_seed
+        self.sequences = (len(self._tokens) - 1) // seq_len
+        """Sequences an epoch."""
+        names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+        digest = hashlib.blake2b(names.encode(), digest_size=7).digest()
+        self.fingerprint = int.from_bytes(digest, "big")
+        """Non-negative, below 2^56: fits an int64."""
+
+    def sequence(self, position: int) -> NDArray[np.uint8]:
+        """``seq_len + 1`` tokens at ``position`` of the shuffled, endless order of sequences."""
+        epoch, index = divmod(position, self.sequences)
+        start = shuffled(index, self.sequences, self._seed, epoch) * self._seq_len
+        return self._tokens[start : start + self._seq_len + 1]
+
+    def micro_batches(
+        self, batch: int, data_rank: int, data_size: int, micro: int, accumulation: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The ``accumulation`` micro-batches of one replica for batch ``batch``.
+
+        Yields (inputs, targets), int64 [micro, seq_len] each, on the CPU. Replicas together
+        have the ``data_size * micro * accumulation`` sequences of the batch, each once.
+        """
+        import torch
+
+        first = batch * data_size * micro * accumulation
+        for turn in range(accumulation):
+            start = first + (turn * data_size + data_rank) * micro
+            rows = np.stack([self.sequence(start + row) for row in range(micro)])
+            tokens = torch.from_numpy(rows.astype(np.int64))
+            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def shuffled(index: int, count: int, seed: int, epoch: int) -> int:
+    """Where ``index`` goes in permutation (seed, epoch) of ``range(count)``.
+
+    A four-round Feistel network over the smallest even number of bits that holds
+    ``count``, walked until it lands below ``count``: no table, and the same numbers in
+    every release of every library.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    key = _mix(seed * 0x9E3779B97F4A7C15 + epoch)
+    value = index
+    while True:
+        left, right = value >> half, value & low
+        for turn in range(4):
+            left, right = right, left ^ (_mix(key + (turn << 58) + right) & low)
+        value = left << half | right
+        if value < count:
+            return value
+
+
+def _mix(value: int) -> int:
+    """The finalizer of splitmix64: spreads every input bit over all 64."""
+    value &= _MASK64
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64
+    return value ^ (value >> 31)
