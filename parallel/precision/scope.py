@@ -1,13 +1,19 @@
-"""The FP8 state of one rank's linears: who computes in what, statistics, scaling state.
+"""The FP8 state of one rank's linears: who computes in what, scales, statistics.
 
 One ``PrecisionScope`` a rank creates the linears of its pipeline stage, holds their
-scaling state packed in a few tensors, and moves single layers between FP8 and BF16 at a
-step boundary. Promises: no host synchronization between ``finish_step`` calls.
+scaling state packed in a few tensors (one row a layer and role), and moves single layers
+between FP8 and BF16 at a step boundary.
+
+The order of a step: forward and backward of all micro-batches, ``reduce_amax`` over the
+replicas, the optimizer, ``finish_step``, and then, when wanted, ``statistics``. Promises:
+no host synchronization anywhere in it; after ``finish_step(applied=False)`` scales and
+histories are as before the step; the tensors of ``state_tensors`` keep their identity, so
+that a snapshot can be copied into them.
 """
 
 from __future__ import annotations
 
-import difflib
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -15,8 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, Precision
+from parallel.precision import kernels, recipes, scaling
+from parallel.precision.formats import FORMATS
+from parallel.precision.linear import BF16Linear, Float8Linear
+from parallel.precision.quantize import COUNTERS, TensorSlot
+from parallel.precision.recipes import ROLES
 
-STATISTICS_COLUMNS = ("amax", "scale", "saturated", "underflowed", "nonfinite", "count")
+logger = logging.getLogger(__name__)
+
+STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS)
 """Columns of ``PrecisionScope.statistics``."""
 
 
@@ -30,12 +43,27 @@ class PrecisionScope:
         *,
         num_layers: int,
         device: torch.device | str = "cpu",
+        compiled: bool = True,
     ) -> None:
-        self.config = config
+        """``num_layers`` is the whole model's, ``precision`` what the job asks for.
+
+        With ``compiled`` the casts on CPU are the C ones where a compiler is found; the
+        numbers are the same. Raises ValueError for a ``high_precision_layers`` pattern that
+        matches no linear, and for a backend that isn't here.
+        """
+        self.recipe = recipes.expand(config)
         self.device = torch.device(device)
+        self._high_precision = config.high_precision_layers
         self._job_precision: Precision = precision
         self._num_layers = num_layers
-        self._precision: dict[str, Precision] = {}
+        self._linears: dict[str, Float8Linear] = {}
+        self._fixed: list[str] = []
+        self._state: _PackedState | None = None
+        on_cpu = self.device.type == "cpu"
+        self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
+        problems = recipes.unmatched_patterns(self._high_precision, num_layers)
+        if problems:
+            raise ValueError("; ".join(problems))
 
     def linear(
         self,
@@ -45,43 +73,187 @@ class PrecisionScope:
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> nn.Module:
-        """Create and register a bias-free linear; ``name`` as ``layers.3.mlp.down``."""
-        return nn.Linear(in_features, out_features, bias=False, dtype=dtype, device=self.device)
+        """Create and register a bias-free linear; ``name`` as ``layers.3.mlp.down``.
+
+        In a BF16 job, and where ``high_precision_layers`` says so, it is a plain one whose
+        precision is fixed (``fixed_layers``). All linears are made before the first forward:
+        afterwards, and for a name given twice, ValueError.
+        """
+        if name in self._linears or name in self._fixed:
+            raise ValueError(f"linear {name!r} is registered already")
+        fixed = self._job_precision == "bf16" or recipes.is_high_precision(
+            name, self._high_precision, self._num_layers
+        )
+        if fixed:
+            self._fixed.append(name)
+            return BF16Linear(in_features, out_features, dtype=dtype, device=self.device)
+        if self._state is not None:
+            raise ValueError(f"linear {name!r} comes after the scaling state was laid out")
+        layer = Float8Linear(
+            name, in_features, out_features, dtype=dtype, device=self.device, bind=self._packed
+        )
+        self._linears[name] = layer
+        return layer
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The linears whose precision can change, in order of registration."""
-        return tuple(self._precision)
+        return tuple(self._linears)
+
+    @property
+    def fixed_layers(self) -> tuple[str, ...]:
+        """The linears that stay in BF16 throughout, in order of registration."""
+        return tuple(self._fixed)
 
     def precision(self) -> dict[str, Precision]:
         """What each switchable linear computes in now."""
-        return dict(self._precision)
+        return {name: layer.current for name, layer in self._linears.items()}
 
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
-        """Change linears' precision at a step boundary; unknown names raise KeyError."""
-        for name in precision:
-            if name not in self._precision:
-                near = difflib.get_close_matches(name, self._precision, 1)
-                raise KeyError(f"no switchable linear {name!r}{near}")
-        self._precision.update(precision)
+        """Change linears' precision at a step boundary; none of them if a name is unknown.
+
+        Raises ValueError for unknown names, with the nearest one, and for names whose
+        precision is fixed.
+        """
+        for name, wanted in precision.items():
+            if wanted not in ("fp8", "bf16"):
+                raise ValueError(f"precision {wanted!r} of {name!r}: expected 'fp8' or 'bf16'")
+            if name in self._fixed:
+                raise ValueError(f"linear {name!r} stays in BF16: its precision is fixed")
+            if name not in self._linears:
+                near = recipes.nearest(name, self.layers)
+                raise ValueError(f"no linear {name!r} on this rank{near}")
+        for name, wanted in precision.items():
+            self._linears[name].current = wanted
+        self.forget_weights()
 
     def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
-        """Maximum of this step's amax over ``group``; once a step, after backward."""
+        """Maximum of this step's amax over ``group``; once a step, after backward.
+
+        ``group`` is the ranks that hold the same linears (data × tensor of one stage); None
+        is no other rank. A collective: every rank of the group calls it.
+        """
+        if group is None or not self._linears:
+            return
+        # As integers: the order is the same for non-negative floats, and a NaN, which
+        # compares as the largest, reaches every rank whatever the backend's float maximum.
+        amax = self._packed().amax.view(torch.int32)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
 
     def finish_step(self, applied: bool) -> None:
-        """Close the step: update scales, or discard the step's amax when not ``applied``."""
+        """Close the step: new scales, or with ``applied`` false the amax seen is discarded.
+
+        Once a step on every rank, after the optimizer; ``applied`` says whether it updated
+        the parameters. Quantized weights are made anew afterwards either way.
+        """
+        if self._linears:
+            self._packed().finish_step(applied)
+        self.forget_weights()
+
+    def forget_weights(self) -> None:
+        """Weights have changed outside a step (a rollback, a drill)."""
+        for layer in self._linears.values():
+            layer.forget_weight()
+
+    def collect(self, every_counter: bool) -> None:
+        """Whether plain PyTorch casts count saturated and underflowed values.
+
+        They cost it passes over each tensor; the C casts always count. Amax is always kept.
+        """
+        for slot in self._packed().slots:
+            slot.collect = every_counter
 
     def statistics(self) -> tuple[tuple[str, ...], Tensor]:
-        """Names ``layer/role`` and a float32 [tensors, 6] copy; resets the counters."""
-        return (), torch.zeros(0, len(STATISTICS_COLUMNS))
+        """What the steps finished since the last call saw; starts anew.
+
+        Names ``layer/role`` and a float32 [tensors, 6] copy on the scope's device, columns
+        STATISTICS_COLUMNS: the largest amax (after ``reduce_amax``: of all replicas), the
+        scale the last step used, and this rank's counts. A layer in BF16 reports what its
+        scale would have been; nothing of it saturates.
+        """
+        names = tuple(f"{name}/{role}" for name in self._linears for role in ROLES)
+        if not names:
+            return names, torch.zeros(0, len(STATISTICS_COLUMNS), device=self.device)
+        return names, self._packed().take_report()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Live tensors that a snapshot copies out and back in place."""
-        return {}
+        """Live tensors that a snapshot copies out and back in place, at a step boundary.
+
+        Empty for recipes without state. After copying in, call ``load_meta``.
+        """
+        if not self._linears or self.recipe.scaling == "current":
+            return {}
+        state = self._packed()
+        return {"amax_history": state.history, "scale": state.scale}
 
     def state_meta(self) -> dict[str, object]:
-        """The rest of the state, for JSON."""
+        """The rest of the state, for JSON: ``precision`` by linear."""
         return {"precision": self.precision()}
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
-        """Take back ``state_meta`` after the tensors were copied in place."""
+        """Take back ``state_meta``, after the tensors were copied in place.
+
+        Raises ValueError when it is of other linears than this rank's.
+        """
+        precision = meta["precision"]
+        if not isinstance(precision, Mapping) or set(precision) != set(self._linears):
+            raise ValueError(
+                f"precision state is of other linears than this rank's: {precision!r}, "
+                f"here {list(self._linears)}"
+            )
+        self.set_precision(precision)
+
+    def _packed(self) -> _PackedState:
+        if self._state is None:
+            self._state = _PackedState(self.recipe, len(self._linears), self.device, self._kernels)
+            for index, layer in enumerate(self._linears.values()):
+                slots = self._state.slots[index * len(ROLES) : (index + 1) * len(ROLES)]
+                layer.slots = dict(zip(ROLES, slots, strict=True))
+        return self._state
+
+
+class _PackedState:
+    """Scaling state and counters of all operands, a row or column each."""
+
+    def __init__(
+        self,
+        recipe: recipes.Recipe,
+        num_linears: int,
+        device: torch.device,
+        library: kernels.Library | None,
+    ) -> None:
+        formats = [FORMATS[recipe.format_of(role)] for role in ROLES] * num_linears
+        tensors = len(formats)
+        rows = recipe.amax_history_len if recipe.scaling == "delayed" else 1
+        self.recipe = recipe
+        self.history = torch.zeros(rows, tensors, device=device)
+        # Row 0 is where this step's amax gathers, as in Transformer Engine.
+        self.amax = self.history[0]
+        self.scale = torch.ones(tensors, device=device)
+        self.fp8_max = torch.tensor([format.max for format in formats], device=device)
+        self.counters = torch.zeros(tensors, len(COUNTERS), dtype=torch.int64, device=device)
+        self.report = torch.zeros(tensors, len(STATISTICS_COLUMNS), device=device)
+        self.slots = [
+            TensorSlot(format, recipe, self.amax[i], self.scale[i], self.counters[i], library)
+            for i, format in enumerate(formats)
+        ]
+
+    def finish_step(self, applied: bool) -> None:
+        torch.maximum(self.report[:, 0], self.amax, out=self.report[:, 0])
+        self.report[:, 1] = self.scale
+        self.report[:, 2:] += self.counters
+        self.counters.zero_()
+        if applied and self.recipe.scaling == "delayed":
+            scaling.update_delayed_(
+                self.history,
+                self.scale,
+                self.fp8_max,
+                margin=self.recipe.margin,
+                algorithm=self.recipe.amax_compute_algo,
+            )
+        self.amax.zero_()
+
+    def take_report(self) -> Tensor:
+        report = self.report.clone()
+        self.report.zero_()
+        return report

@@ -1,0 +1,87 @@
+"""Builds and loads the C casts of ``kernels.c``; without a compiler there are none.
+
+Promises: ``load()`` returns the same answer for the life of the process, never raises, and
+leaves one file in this package's ``__pycache__`` (a private temporary folder where that
+can't be written), named by source, compiler and processor, put there in one rename.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# -ffp-contract=off: a fused multiply-add would round once where the plain path rounds twice.
+Library = ctypes.CDLL
+"""The loaded casts."""
+
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "octavo_quantize": (
+        *(_POINTER, _LONG, _INT, _INT, _FLOAT, _INT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+    ),
+    "octavo_observe": (_POINTER, _LONG, _POINTER, _POINTER),
+    "octavo_upcast": (_POINTER, _LONG, _INT, _POINTER),
+}
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The casts as a C library, built at the first call of a machine (about a second)."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        logger.info("no C compiler: FP8 casts on CPU run in plain PyTorch, several times slower")
+        return None
+    try:
+        library = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("FP8 casts on CPU run in plain PyTorch: building them failed: %s", error)
+        return None
+    for name, signature in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = signature, None
+    return library
+
+
+def _built(compiler: str) -> Path:
+    source = Path(__file__).with_name("kernels.c")
+    digest = hashlib.sha256()
+    for part in (source.read_text(), compiler, " ".join(_FLAGS), platform.machine(), _cpu_flags()):
+        digest.update(part.encode())
+    name = f"kernels-{digest.hexdigest()[:16]}.so"
+    folder = Path(__file__).with_name("__pycache__")
+    if (folder / name).exists():
+        return folder / name
+    try:
+        folder.mkdir(exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        folder = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    command = [compiler, *_FLAGS, str(source), "-o", temporary]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    # Ranks that start together each build their own copy; the last rename wins.
+    return Path(temporary).replace(folder / name)
+
+
+def _cpu_flags() -> str:
+    # A checkout may lie on a file system that unlike machines share.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
