@@ -76,3 +76,49 @@ def falling_trend(window: Window, step: int, length: int, reach: int) -> float:
     slope = min(0.0, float(np.median((y[late] - y[early]) / (x[late] - x[early]))))
     at = min(float(step), float(x[-1]) + reach)
     return float(np.median(y + slope * (at - x)))
+
+
+TREND_STEPS = 16
+"""Healthy steps that a trend is taken from."""
+REACH = 4
+"""Steps a trend is extended at most, across steps that were left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a series usually does: its healthy values, and how far they were from their trend."""
+
+    values: Window = NO_VALUES
+    residuals: Window = NO_VALUES
+
+    def trusted(self, min_history: int) -> bool:
+        """Whether enough healthy steps were seen to judge the next."""
+        return len(self.values) >= min_history and len(self.residuals) >= 2
+
+    def expected(self, step: int, value: float) -> float:
+        """The trend's value at ``step``; ``value`` itself while there is no trend yet."""
+        if len(self.values) < 2:
+            return value
+        return falling_trend(self.values, step, TREND_STEPS, REACH)
+
+    def sigmas(self, residual: float, floor: float) -> float:
+        """The residual among the earlier ones, in robust deviations of at least ``floor``."""
+        return robust_z(residual, self.residuals.values, floor)
+
+    def add(self, step: int, value: float, expected: float, limit: int) -> Baseline:
+        """With one healthy value more."""
+        residuals = self.residuals
+        if len(self.values) >= 2:
+            residuals = residuals.add(step, value - expected, limit)
+        return Baseline(self.values.add(step, value, limit), residuals)
+
+    def dump(self) -> list[list[list[float]]]:
+        return [self.values.dump(), self.residuals.dump()]
+
+    @classmethod
+    def load(cls, row: Sequence[Sequence[Sequence[float]]]) -> Baseline:
+        values, residuals = row
+        return cls(Window.load(values), Window.load(residuals))
+
+
+NO_BASELINE = Baseline()

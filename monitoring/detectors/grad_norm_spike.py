@@ -1,9 +1,10 @@
 """Sudden rises of the gradient norm.
 
-Sees: log(gradient norm) against its recent median. Statistic: robust z-score over the last
-``window`` healthy steps. Fires when it reaches ``grad_norm_sigmas`` and the norm is at
-least ``grad_norm_min_ratio`` times the median. Silent until ``min_history`` healthy steps
-were seen.
+Sees: log(gradient norm) above its trend. Statistic: the residual from a Theil–Sen trend of
+the newest healthy steps (followed down, never up), as a robust z-score among the residuals
+of the last ``window`` healthy steps. Fires when it reaches ``grad_norm_sigmas`` and the norm
+is at least ``grad_norm_min_ratio`` times the trend. Silent until ``min_history`` healthy
+steps were seen.
 
 Must not fire on: the drift of the norm while the learning rate warms up or decays, noise
 of small batches, a norm that falls. A zero norm is left out: it says nothing of the next.
@@ -15,7 +16,7 @@ import math
 from typing import Any
 
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.baseline import Window, median, robust_z
+from monitoring.detectors.baseline import NO_BASELINE, Baseline
 from monitoring.records import Incident, StepRecord
 
 LEAST_SPREAD = 0.05
@@ -23,33 +24,38 @@ LEAST_SPREAD = 0.05
 
 
 @register
-class GradNormSpike(Detector[Window]):
+class GradNormSpike(Detector[Baseline]):
     """Fires when the gradient norm leaps."""
 
     name = "grad_norm_spike"
 
-    def initial(self) -> Window:
-        return Window()
+    def initial(self) -> Baseline:
+        return NO_BASELINE
 
-    def dump(self, state: Window) -> Any:
+    def dump(self, state: Baseline) -> Any:
         return state.dump()
 
-    def load(self, row: Any) -> Window:
-        return Window.load(row)
+    def load(self, row: Any) -> Baseline:
+        return Baseline.load(row)
 
-    def observe(self, state: Window, record: StepRecord) -> tuple[Window, list[Incident]]:
-        norm = record.grad_norm
+    def observe(self, state: Baseline, record: StepRecord) -> tuple[Baseline, list[Incident]]:
+        norm, config = record.grad_norm, self.config
         if record.skipped or not math.isfinite(norm) or norm <= 0.0:
             return state, []
-        config = self.config
         value = math.log(norm)
-        if len(state) < config.min_history:
-            return state.add(record.step, value, config.window), []
-        usual = math.exp(median(state.values))
-        sigmas = robust_z(value, state.values, LEAST_SPREAD)
-        if sigmas < config.grad_norm_sigmas or norm < config.grad_norm_min_ratio * usual:
-            return state.add(record.step, value, config.window), []
-        incident = Incident(
+        trend = state.expected(record.step, value)
+        following = state.add(record.step, value, trend, config.window)
+        if not state.trusted(config.min_history):
+            return following, []
+        sigmas = state.sigmas(value - trend, LEAST_SPREAD)
+        ratio = math.exp(value - trend)
+        if sigmas < config.grad_norm_sigmas or ratio < config.grad_norm_min_ratio:
+            return following, []
+        return state, [self._incident(record, ratio, sigmas)]
+
+    def _incident(self, record: StepRecord, ratio: float, sigmas: float) -> Incident:
+        norm, usual = record.grad_norm, record.grad_norm / ratio
+        return Incident(
             kind="grad_norm_spike",
             detector=self.name,
             attempt=record.attempt,
@@ -58,15 +64,9 @@ class GradNormSpike(Detector[Window]):
             onset_step=record.step,
             time=record.time,
             message=(
-                f"Gradient norm {norm:.3g} in step {record.step}, {norm / usual:.1f} times its "
-                f"median of {usual:.3g} and {sigmas:.0f} robust deviations out "
-                f"(limits {config.grad_norm_min_ratio:g}, {config.grad_norm_sigmas:g})."
+                f"Gradient norm {norm:.3g} in step {record.step}, {ratio:.1f} times its trend "
+                f"of {usual:.3g} and {sigmas:.0f} robust deviations out "
+                f"(limits {self.config.grad_norm_min_ratio:g}, {self.config.grad_norm_sigmas:g})."
             ),
-            evidence={
-                "grad_norm": norm,
-                "median": usual,
-                "ratio": norm / usual,
-                "sigmas": sigmas,
-            },
+            evidence={"grad_norm": norm, "trend": usual, "ratio": ratio, "sigmas": sigmas},
         )
-        return state, [incident]

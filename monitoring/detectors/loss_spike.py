@@ -18,13 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.baseline import NO_VALUES, Window, falling_trend, robust_z
+from monitoring.detectors.baseline import NO_BASELINE, Baseline
 from monitoring.records import Incident, StepRecord
 
-TREND_STEPS = 16
-"""Healthy steps that the trend is taken from."""
-REACH = 4
-"""Steps the trend is extended at most, across steps that were left out."""
 LEAST_SPREAD = 0.01
 """Least deviation of log(loss), one percent."""
 ONSET_SHARE = 0.5
@@ -33,10 +29,9 @@ ONSET_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LossState:
-    """Healthy log(loss) and its residuals; where an unusual stretch began, if in one."""
+    """The baseline of log(loss); where an unusual stretch began, if in one."""
 
-    losses: Window = NO_VALUES
-    residuals: Window = NO_VALUES
+    baseline: Baseline = NO_BASELINE
     unusual_since: int | None = None
 
 
@@ -50,39 +45,32 @@ class LossSpike(Detector[LossState]):
         return LossState()
 
     def dump(self, state: LossState) -> Any:
-        return [state.losses.dump(), state.residuals.dump(), state.unusual_since]
+        return [state.baseline.dump(), state.unusual_since]
 
     def load(self, row: Any) -> LossState:
-        losses, residuals, since = row
-        return LossState(Window.load(losses), Window.load(residuals), since)
+        baseline, since = row
+        return LossState(Baseline.load(baseline), since)
 
     def observe(self, state: LossState, record: StepRecord) -> tuple[LossState, list[Incident]]:
         if record.skipped or not math.isfinite(record.loss) or record.loss <= 0.0:
             return state, []
-        config = self.config
+        config, baseline = self.config, state.baseline
         value = math.log(record.loss)
-        if len(state.losses) < 2:
-            losses = state.losses.add(record.step, value, config.window)
-            return LossState(losses, state.residuals), []
-        trend = falling_trend(state.losses, record.step, TREND_STEPS, REACH)
+        trend = baseline.expected(record.step, value)
         residual = value - trend
-        known = len(state.losses) >= config.min_history and len(state.residuals) >= 2
-        sigmas = robust_z(residual, state.residuals.values, LEAST_SPREAD) if known else 0.0
-        least = math.log1p(config.loss_min_rise)
-        spike = known and sigmas >= config.loss_sigmas and residual >= least
-        unusual = spike or (
-            known and sigmas >= ONSET_SHARE * config.loss_sigmas and residual >= ONSET_SHARE * least
-        )
-        began = record.step if state.unusual_since is None else state.unusual_since
-        since = began if unusual else None
-        if spike:
-            incident = self._incident(record, math.exp(trend), sigmas, began)
-            return LossState(state.losses, state.residuals, began), [incident]
-        return LossState(
-            state.losses.add(record.step, value, config.window),
-            state.residuals.add(record.step, residual, config.window),
-            since,
-        ), []
+        following = baseline.add(record.step, value, trend, config.window)
+        if not baseline.trusted(config.min_history):
+            return LossState(following), []
+        sigmas = baseline.sigmas(residual, LEAST_SPREAD)
+        # 1 at both limits together, less below either.
+        excess = min(sigmas / config.loss_sigmas, residual / math.log1p(config.loss_min_rise))
+        if excess < ONSET_SHARE:
+            return LossState(following), []
+        since = record.step if state.unusual_since is None else state.unusual_since
+        if excess < 1.0:
+            return LossState(following, since), []
+        incident = self._incident(record, math.exp(trend), sigmas, since)
+        return LossState(baseline, since), [incident]
 
     def _incident(self, record: StepRecord, trend: float, sigmas: float, since: int) -> Incident:
         rise = record.loss / trend - 1.0

@@ -1,0 +1,106 @@
+"""Synthetic step records: a byte model that learns, and the troubles it can meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from monitoring.records import StepRecord, TensorStats
+
+LAYERS = tuple(
+    f"layers.{i}.{part}"
+    for i in range(4)
+    for part in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+)
+ROLES = ("input", "weight", "grad_output")
+MAXIMUM = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+
+
+def loss_at(step: float, start: float = 5.5, end: float = 2.4, half_life: float = 25.0) -> float:
+    """Noise-free loss in nats: from ``start`` to near ``end`` within a hundred steps."""
+    return end + (start - end) * 0.5 ** (step / half_life)
+
+
+def healthy_tensors(
+    step: int, rng: np.random.Generator, layers: Sequence[str] = LAYERS
+) -> dict[str, TensorStats]:
+    """Statistics under delayed scaling: step 0 has scale 1, later ones a scale of the past."""
+    tensors = {}
+    for layer in layers:
+        for role in ROLES:
+            usual = {"input": 4.0, "weight": 0.1, "grad_output": 1e-4}[role]
+            amax = usual * float(np.exp(rng.normal(0.0, 0.1)))
+            scale = 1.0 if step == 0 else MAXIMUM[role] / (1.3 * usual)
+            tensors[f"{layer}/{role}"] = TensorStats(amax, scale, 0.002, 0.1, 0)
+    return tensors
+
+
+def healthy_trace(
+    steps: int,
+    *,
+    seed: int = 0,
+    noise: float = 0.02,
+    start: float = 5.5,
+    end: float = 2.4,
+    half_life: float = 25.0,
+    layers: Sequence[str] = LAYERS,
+    attempt: int = 1,
+    timeline: int = 0,
+    first: int = 0,
+) -> list[StepRecord]:
+    """A run without trouble; noise is the deviation of log(loss)."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for step in range(first, steps):
+        lr = 3e-4 * min(1.0, (step + 1) / 20)
+        norm = (0.6 + 2.0 * 0.5 ** (step / 15)) * math.exp(rng.normal(0.0, 0.15))
+        records.append(
+            StepRecord(
+                attempt=attempt,
+                timeline=timeline,
+                step=step,
+                time=1_800_000_000.0 + 0.2 * step,
+                batch=step,
+                loss=loss_at(step, start, end, half_life) * math.exp(rng.normal(0.0, noise)),
+                grad_norm=norm,
+                lr=lr,
+                tokens=2048,
+                step_time_s=0.2 * math.exp(rng.normal(0.0, 0.05)),
+                comm={"bytes": 1e6, "uncompressed_bytes": 2e6, "relative_error": 0.02},
+                tensors=healthy_tensors(step, rng, layers),
+            )
+        )
+    return records
+
+
+def with_loss(record: StepRecord, factor: float) -> StepRecord:
+    return dataclasses.replace(record, loss=record.loss * factor)
+
+
+def with_norm(record: StepRecord, factor: float) -> StepRecord:
+    return dataclasses.replace(record, grad_norm=record.grad_norm * factor)
+
+
+def surged(record: StepRecord, layer: str = "layers.2.mlp", octaves: float = 6.0) -> StepRecord:
+    """The record of a step whose ``layer`` had its MLP weights multiplied by 2**octaves.
+
+    Weights of gate_up and down leap, the input of down by more; the gradients of the layers
+    below follow.
+    """
+    tensors = dict(record.tensors)
+
+    def leap(name: str, by: float, pct: float) -> None:
+        old = tensors[name]
+        tensors[name] = TensorStats(old.amax * 2.0**by, old.scale, pct, 0.0, 0)
+
+    leap(f"{layer}.gate_up/weight", octaves, 62.0)
+    leap(f"{layer}.down/weight", octaves, 61.0)
+    leap(f"{layer}.down/input", 2 * octaves, 88.0)
+    number = int(layer.split(".")[1])
+    for below in range(number):
+        for part in ("attn.out", "mlp.down"):
+            leap(f"layers.{below}.{part}/grad_output", octaves + 1, 15.0)
+    return dataclasses.replace(record, tensors=tensors, loss=record.loss * 2.5)
