@@ -1,0 +1,334 @@
+"""Combinations of a spec's sections that can't run, each with what to change.
+
+One function a question. A check that reads a key which is wrong in itself is left out:
+what it would say is about a default that the user never chose.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+
+from launch.config import KillRank, NonFiniteGradient, WeightSurge
+from orchestrator.spec import JobSpec
+from orchestrator.spec_completion import (
+    BatchRefused,
+    batch_numbers,
+    ffn_size,
+    slots_per_node,
+)
+from orchestrator.spec_deepspeed import check_deepspeed
+from orchestrator.spec_errors import Finding, KeyPath, nearest
+
+LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+"""The FP8 linears of one transformer layer, by the names of ``parallel.transformer``."""
+
+FP8_MULTIPLE = 16
+"""Matrix dimensions of FP8 products must be multiples of this (Transformer Engine's rule)."""
+
+_SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PAT)S?$", re.I)
+_SECRET_VALUE = re.compile(
+    r"^(sk-|ghp_|gho_|github_pat_|glpat-|hf_|xox[abp]-|AKIA|eyJ)|-----BEGIN |://[^/\s:@]+:[^/\s@]+@"
+)
+_OWN_ENVS = frozenset(
+    [
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "DS_ACCELERATOR",
+    ]
+)
+
+Check = Callable[[JobSpec], Iterator[Finding]]
+
+
+def check_spec(spec: JobSpec, broken: set[KeyPath], *, check_data: bool) -> list[Finding]:
+    """Findings of all checks whose keys are not among the ``broken`` ones.
+
+    ``check_data``: also look at the data source, on this machine.
+    """
+    found: list[Finding] = []
+    for reads, check in CHECKS:
+        if not any(_overlap(key, path) for key in reads for path in broken):
+            found += check(spec)
+    # These look at each of their entries by itself, so one that is wrong hides no other.
+    found += _drills(spec, broken)
+    found += _envs(spec)
+    keys: tuple[KeyPath, ...] = (("data",), ("training", "seq_len"))
+    if check_data and not any(_overlap(key, path) for key in keys for path in broken):
+        found += _data(spec)
+    return found
+
+
+def linear_names(num_layers: int) -> list[str]:
+    """All linears of a model, as ``layers.3.mlp.down``."""
+    return [f"layers.{i}.{name}" for i in range(num_layers) for name in LINEARS]
+
+
+def _overlap(a: KeyPath, b: KeyPath) -> bool:
+    n = min(len(a), len(b))
+    return a[:n] == b[:n]
+
+
+def _slots(spec: JobSpec) -> Iterator[Finding]:
+    if spec.gpus_per_node and spec.slots_per_node:
+        yield Finding(
+            ("slots_per_node",),
+            "is for nodes without GPUs, and gpus_per_node is given too",
+            "keep one of the two",
+        )
+
+
+def _degrees(spec: JobSpec) -> Iterator[Finding]:
+    degrees = spec.parallelism
+    per_node = slots_per_node(spec)
+    slots = spec.num_nodes * per_node
+    model_ranks = degrees.tensor * degrees.pipeline
+    have = f"{spec.num_nodes} node{'s' * (spec.num_nodes > 1)} × {per_node} slots = {slots}"
+    wanted = f"tensor {degrees.tensor} × pipeline {degrees.pipeline}"
+    fits = slots // model_ranks
+    key: KeyPath = ("parallelism", "data" if degrees.data else "pipeline")
+    if degrees.data:
+        ranks = model_ranks * degrees.data
+        if ranks != slots:
+            relation = "more than" if ranks > slots else "less than"
+            remedy = (
+                f"make it {fits}, or leave it out"
+                if slots % model_ranks == 0
+                else f"make the product of the degrees {slots}"
+            )
+            yield Finding(
+                key, f"{wanted} × data {degrees.data} = {ranks}, {relation} {have}", remedy
+            )
+    elif model_ranks > slots:
+        yield Finding(key, f"{wanted} = {model_ranks}, more than {have}", "lower it, or add slots")
+    elif slots % model_ranks:
+        remedy = "choose degrees that divide the slots"
+        yield Finding(key, f"{wanted} = {model_ranks} doesn't divide {have}", remedy)
+
+
+def _tensor(spec: JobSpec) -> Iterator[Finding]:
+    if spec.parallelism.tensor > 1:
+        message = "tensor parallelism above 1 is not offered yet"
+        yield Finding(("parallelism", "tensor"), message, "make it 1; use pipeline and data")
+
+
+def _zero_stage(spec: JobSpec) -> Iterator[Finding]:
+    if spec.parallelism.zero_stage < 2:
+        return
+    reasons = ["is not offered yet"]
+    if spec.parallelism.pipeline > 1:
+        reasons.append("doesn't go with pipeline stages")
+    if spec.communication_data_type == "fp8":
+        reasons.append("bypasses the FP8 gradient exchange")
+    message = f"ZeRO stage {spec.parallelism.zero_stage} " + ", and ".join(reasons)
+    yield Finding(("parallelism", "zero_stage"), message, "make it 0 or 1")
+
+
+def _stages(spec: JobSpec) -> Iterator[Finding]:
+    layers, stages = spec.model.num_layers, spec.parallelism.pipeline
+    if stages > layers:
+        message = f"{stages} pipeline stages for {layers} layers leave a stage empty"
+        yield Finding(("parallelism", "pipeline"), message, f"make it at most {layers}")
+
+
+def _heads(spec: JobSpec) -> Iterator[Finding]:
+    model = spec.model
+    if model.hidden_size % model.num_heads:
+        message = f"doesn't divide hidden_size {model.hidden_size}"
+        near = [n for n in range(1, model.hidden_size + 1) if model.hidden_size % n == 0]
+        best = min(near, key=lambda n: abs(n - model.num_heads))
+        yield Finding(("model", "num_heads"), message, f"make it {best}, for example")
+    elif model.hidden_size // model.num_heads % 2:
+        size = model.hidden_size // model.num_heads
+        message = f"gives heads of {size}, and rotary positions need an even size"
+        yield Finding(("model", "num_heads"), message, "choose another number of heads")
+
+
+def _kv_heads(spec: JobSpec) -> Iterator[Finding]:
+    model = spec.model
+    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
+        near = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
+        best = min(near, key=lambda n: abs(n - (model.num_kv_heads or 1)))
+        message = f"doesn't divide num_heads {model.num_heads}"
+        yield Finding(("model", "num_kv_heads"), message, f"make it {best}, for example")
+
+
+def _fp8_sizes(spec: JobSpec) -> Iterator[Finding]:
+    if spec.precision != "fp8":
+        return
+    model = spec.model
+    rule = f"FP8 products need multiples of {FP8_MULTIPLE}"
+    if model.hidden_size % FP8_MULTIPLE:
+        below = model.hidden_size // FP8_MULTIPLE * FP8_MULTIPLE
+        remedy = f"make it {below} or {below + FP8_MULTIPLE}"
+        yield Finding(("model", "hidden_size"), rule, remedy)
+        return
+    inner = ffn_size(model)
+    if inner % FP8_MULTIPLE:
+        below = inner // FP8_MULTIPLE * FP8_MULTIPLE
+        remedy = f"make it {below or FP8_MULTIPLE} or {below + FP8_MULTIPLE}"
+        yield Finding(("model", "ffn_size"), rule, remedy)
+    if model.hidden_size % model.num_heads:
+        return
+    kv_width = 2 * (model.num_kv_heads or model.num_heads) * (model.hidden_size // model.num_heads)
+    if kv_width % FP8_MULTIPLE:
+        message = f"makes keys and values {kv_width} wide; {rule}"
+        yield Finding(("model", "num_kv_heads"), message, "use more of them, or larger heads")
+
+
+def _batch(spec: JobSpec) -> Iterator[Finding]:
+    degrees = spec.parallelism
+    fitting, rest = divmod(spec.num_nodes * slots_per_node(spec), degrees.tensor * degrees.pipeline)
+    # Where the replicas given don't fit, a batch that suits those that do is not wrong too.
+    candidates = [degrees.data] if degrees.data else []
+    candidates += [fitting] if fitting and not rest else []
+    refusals: list[BatchRefused] = []
+    for data in candidates:
+        try:
+            batch_numbers(spec.training, data, degrees.pipeline)
+        except BatchRefused as refused:
+            refusals.append(refused)
+    if refusals and len(refusals) == len(candidates):
+        first = refusals[0]
+        yield Finding(("training", first.key), first.message, first.remedy)
+
+
+def _schedule(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
+    if training.warmup_steps >= training.steps:
+        message = f"the learning rate never reaches its peak within {training.steps} steps"
+        yield Finding(("training", "warmup_steps"), message, f"make it below {training.steps}")
+    if not all(0 <= beta < 1 for beta in training.betas):
+        yield Finding(("training", "betas"), "must lie in [0, 1)", "the usual are [0.9, 0.95]")
+
+
+def _snapshots(spec: JobSpec) -> Iterator[Finding]:
+    kept = spec.snapshots
+    reach = (kept.keep - 1) * kept.every
+    if kept.certify_after > reach:
+        message = (
+            f"a snapshot is dropped before it is {kept.certify_after} healthy steps old: "
+            f"{kept.keep} are kept, one every {kept.every} steps"
+        )
+        need = -(-kept.certify_after // kept.every) + 1
+        yield Finding(("snapshots", "certify_after"), message, f"at most {reach}, or keep: {need}")
+
+
+def _detection(spec: JobSpec) -> Iterator[Finding]:
+    limits = spec.detection
+    if limits.min_history > limits.window:
+        message = f"a baseline holds only window = {limits.window} steps, so none is ever trusted"
+        yield Finding(("detection", "min_history"), message, f"make it at most {limits.window}")
+
+
+def _high_precision(spec: JobSpec) -> Iterator[Finding]:
+    kept = spec.fp8.high_precision_layers
+    layers = spec.model.num_layers
+    section: KeyPath = ("fp8", "high_precision_layers")
+    if kept.first + kept.last > layers:
+        key = (*section, "first" if kept.first > layers or not kept.last else "last")
+        message = f"first {kept.first} and last {kept.last} are more than {layers} layers"
+        yield Finding(key, message, "lower it, or set precision: bf16")
+    names = linear_names(layers)
+    for i, pattern in enumerate(kept.names):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            remedy = nearest(pattern, names) or "names are as layers.3.mlp.down"
+            message = f"matches none of the {len(names)} linears"
+            yield Finding((*section, "names", i), message, remedy)
+
+
+def _backend(spec: JobSpec) -> Iterator[Finding]:
+    if spec.fp8.backend != "transformer_engine" or spec.precision != "fp8":
+        return
+    key: KeyPath = ("fp8", "backend")
+    if not spec.gpus_per_node:
+        yield Finding(key, "Transformer Engine needs GPUs", "set gpus_per_node, or backend: auto")
+    elif importlib.util.find_spec("transformer_engine") is None:
+        message = "Transformer Engine is not installed here"
+        yield Finding(key, message, "pip install 'octavo[te]', or backend: auto")
+
+
+def _envs(spec: JobSpec) -> Iterator[Finding]:
+    for name, value in spec.envs.items():
+        path: KeyPath = ("envs", name)
+        if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value):
+            remedy = "leave it out, and have it in the environment that the nodes start with"
+            yield Finding(
+                path, "looks like a secret, and envs are stored and shown in clear", remedy
+            )
+        elif name in _OWN_ENVS:
+            yield Finding(path, "is set by Octavo for every rank", "leave it out")
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield Finding(path, "is no name of an environment variable", "letters, digits and _")
+        elif "\0" in value:
+            yield Finding(path, "has a null character in it", "")
+
+
+def _drills(spec: JobSpec, broken: set[KeyPath]) -> Iterator[Finding]:
+    dropped = {p[1] for p in broken if p[:1] == ("drills",) and len(p) > 1}
+    if ("drills",) in broken:
+        return
+    indices = [i for i in range(len(spec.drills) + len(dropped)) if i not in dropped]
+    ranks = spec.num_nodes * slots_per_node(spec)
+    for i, drill in zip(indices, spec.drills, strict=False):
+        path: KeyPath = ("drills", i)
+        steps = spec.training.steps
+        if drill.step >= steps and ("training", "steps") not in broken:
+            message = f"the job ends after {steps} steps, numbered from 0"
+            yield Finding((*path, "step"), message, f"make it at most {steps - 1}")
+        match drill:
+            case WeightSurge(layer=layer):
+                layers = spec.model.num_layers
+                if layer >= layers and ("model", "num_layers") not in broken:
+                    message = f"the model has {layers} layers, numbered from 0"
+                    yield Finding((*path, "layer"), message, f"make it at most {layers - 1}")
+            case NonFiniteGradient(rank=rank) | KillRank(rank=rank):
+                counted = ("num_nodes",), ("slots_per_node",), ("gpus_per_node",)
+                if rank >= ranks and not broken.intersection(counted):
+                    message = f"the job has {ranks} ranks, numbered from 0"
+                    yield Finding((*path, "rank"), message, f"make it at most {ranks - 1}")
+
+
+def _data(spec: JobSpec) -> Iterator[Finding]:
+    from launch.data import check_source
+
+    for message in check_source(spec.data, spec.training.seq_len):
+        yield Finding(("data", "source"), message)
+
+
+_SLOT_KEYS: tuple[KeyPath, ...] = (("num_nodes",), ("slots_per_node",), ("gpus_per_node",))
+_DEGREES: tuple[KeyPath, ...] = tuple(("parallelism", k) for k in ("tensor", "pipeline", "data"))
+_BATCH: tuple[KeyPath, ...] = tuple(
+    ("training", k)
+    for k in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    )
+)
+_WIDTHS: tuple[KeyPath, ...] = tuple(("model", k) for k in ("hidden_size", "num_heads"))
+
+CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
+    ((("slots_per_node",), ("gpus_per_node",)), _slots),
+    ((*_SLOT_KEYS, *_DEGREES), _degrees),
+    ((("parallelism", "tensor"),), _tensor),
+    ((("parallelism", "zero_stage"),), _zero_stage),
+    ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
+    (_WIDTHS, _heads),
+    ((("model", "num_heads"), ("model", "num_kv_heads")), _kv_heads),
+    ((("model",), ("precision",)), _fp8_sizes),
+    ((*_SLOT_KEYS, *_DEGREES, *_BATCH), _batch),
+    ((("training", "steps"), ("training", "warmup_steps"), ("training", "betas")), _schedule),
+    ((("snapshots",),), _snapshots),
+    ((("detection",),), _detection),
+    ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
+    ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), _backend),
+    ((("deepspeed",),), check_deepspeed),
+)
+"""Each check with the keys it reads."""
