@@ -15,6 +15,9 @@ saturation always are. The windows are found from the records themselves.
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +49,16 @@ class BankState:
     high_precision: tuple[str, ...] = ()
 
 
+def _pack(row: Mapping[str, Any]) -> str:
+    """JSON, deflated, in base64: past states are many and much alike."""
+    text = json.dumps(row, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 3)).decode()
+
+
+def _unpack(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
+
+
 class DetectorBank:
     """Feeds records to the detectors and answers with what is worth acting on."""
 
@@ -63,6 +76,7 @@ class DetectorBank:
         self.save_every = max(1, save_every)
         self._state = self._initial()
         self._past: deque[tuple[int, BankState]] = deque(maxlen=PAST_STEPS)
+        self._packed: dict[int, tuple[BankState, str]] = {}
 
     def observe(self, record: StepRecord) -> list[Incident]:
         """What is new and wrong in this record; [] for one of a replaced attempt or timeline."""
@@ -140,12 +154,20 @@ class DetectorBank:
 
     def state_dict(self) -> dict[str, Any]:
         """Strict JSON of the present state and of some past ones (see ``save_every``)."""
-        saved = [(s, p) for s, p in self._past if s % self.save_every == 0]
+        saved = [(s, p) for s, p in self._past if s % self.save_every == 0][-SAVED_PAST_STATES:]
+        # Past states never change: each is packed once, not at every report.
+        packed = {
+            s: cached
+            if (cached := self._packed.get(s)) is not None and cached[0] is p
+            else (p, _pack(self._dump(p)))
+            for s, p in saved
+        }
+        self._packed = packed
         return {
             "version": 1,
             "detectors": [detector.name for detector in self.detectors],
             "now": self._dump(self._state),
-            "past": [[s, self._dump(p)] for s, p in saved[-SAVED_PAST_STATES:]],
+            "past": [[s, text] for s, (_, text) in packed.items()],
         }
 
     def load_state_dict(self, row: Mapping[str, Any]) -> None:
@@ -153,7 +175,7 @@ class DetectorBank:
         names = list(row["detectors"])
         self._state = self._load(row["now"], names)
         self._past.clear()
-        self._past.extend((int(s), self._load(p, names)) for s, p in row["past"])
+        self._past.extend((int(s), self._load(_unpack(p), names)) for s, p in row["past"])
 
     def _initial(self) -> BankState:
         return BankState(tuple(detector.initial() for detector in self.detectors))
