@@ -1,0 +1,199 @@
+"""DeepSpeed's engines with Octavo's hooks, and how to build one without its side effects.
+
+Written against DeepSpeed 0.19.8. What is overridden, and why there:
+
+- ``allreduce_no_retain`` receives the flat gradient of every parameter group, for the plain
+  and the pipeline engine alike. One level deeper, in ``allreduce_bucket``, DeepSpeed has
+  already copied all groups into one tensor and would copy the result back.
+  (``_exec_reduce_grads`` can't be overridden: the pipeline's table of instructions holds the
+  functions themselves.)
+- ``_take_model_step`` is where both engines run the optimizer.
+- ``_do_optimizer_sanity_check`` refuses BF16 weights with FP32 accumulation under ZeRO 0. The
+  optimizer that it would choose for ZeRO 1, BF16_Optimizer, partitions over a process group:
+  given a group of this one rank it is ZeRO 0, with the same hooks and the same numbers.
+
+Promises: DeepSpeed is left as it was found, its classes and functions included; nothing of it
+is printed while building (its messages go to this module's logger at level DEBUG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import torch.distributed as dist
+from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallel.config import ParallelismConfig
+from parallel.step_hooks import StepHooks
+from parallel.topology import stage_boundaries
+from parallel.transformer import LayerPlan
+
+logger = logging.getLogger(__name__)
+
+
+class _StepHooksMixin:
+    """Overrides shared by the two engines; ``step_hooks`` is set once the engine is built."""
+
+    step_hooks: StepHooks
+    seq_data_parallel_group: Any
+
+    def allreduce_no_retain(
+        self,
+        bucket: Sequence[Tensor],
+        dp_group: Any,
+        numel_per_bucket: int = 0,
+        dp_world_size: float | None = None,
+    ) -> None:
+        self.step_hooks.exchange(bucket)
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        self.step_hooks.before_update()
+        super()._take_model_step(lr_kwargs)  # type: ignore[misc]
+        self.step_hooks.after_update(applied=not self.optimizer.overflow)  # type: ignore[attr-defined]
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Optimizer) -> Any:
+        if self.zero_optimization_stage() == 0:  # type: ignore[attr-defined]
+            return BFLOAT16
+        return super()._do_optimizer_sanity_check(basic_optimizer)  # type: ignore[misc]
+
+    def _configure_bf16_optimizer(self, optimizer: Optimizer | None) -> Any:
+        if self.zero_optimization_stage() != 0:  # type: ignore[attr-defined]
+            return super()._configure_bf16_optimizer(optimizer)  # type: ignore[misc]
+        replicas = self.seq_data_parallel_group
+        self.seq_data_parallel_group = dist.new_group(
+            [dist.get_rank()], use_local_synchronization=True
+        )
+        try:
+            return super()._configure_bf16_optimizer(optimizer)  # type: ignore[misc]
+        finally:
+            self.seq_data_parallel_group = replicas
+
+
+class HookedEngine(_StepHooksMixin, DeepSpeedEngine):
+    """DeepSpeed's plain engine with Octavo's hooks."""
+
+
+class HookedPipelineEngine(_StepHooksMixin, PipelineEngine):
+    """DeepSpeed's pipeline engine with Octavo's hooks."""
+
+
+class StagedModule(PipelineModule):
+    """A pipeline of layers cut by their costs, every stage with a transformer layer.
+
+    DeepSpeed's own cut by parameters builds every layer on every rank to count them, counts
+    the embedding as if it were work, and may leave a stage without a transformer layer.
+    """
+
+    def __init__(self, plans: Sequence[LayerPlan], **kwargs: Any) -> None:
+        self._plans = tuple(plans)
+        super().__init__([_PlannedLayer(plan) for plan in plans], **kwargs)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = stage_boundaries(
+            [plan.cost for plan in self._plans],
+            [plan.transformer for plan in self._plans],
+            self.num_stages,
+        )
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
+class _PlannedLayer(LayerSpec):
+    """A plan in the shape that PipelineModule builds."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        super().__init__(nn.Module)
+        self._plan = plan
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._plan.build()
+
+
+def staged_module(
+    plans: Sequence[LayerPlan],
+    degrees: ParallelismConfig,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+) -> StagedModule:
+    """This rank's stage of the model, on DeepSpeed's grid of ranks."""
+    topology = PipeModelDataParallelTopology(
+        num_pp=degrees.pipeline, num_mp=degrees.tensor, num_dp=degrees.data
+    )
+    with _contained():
+        # PipelineModule makes its groups through DeepSpeed's own layer over torch.distributed.
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+        return StagedModule(plans, topology=topology, loss_fn=loss_fn)
+
+
+def replica_group(engine: Any) -> dist.ProcessGroup:
+    """The data-parallel ranks that hold the same stage as this rank."""
+    if isinstance(engine, PipelineEngine):
+        return engine.grid.get_data_parallel_group()
+    return engine.seq_data_parallel_group
+
+
+def initialize(model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
+    """``deepspeed.initialize`` with the hooked engines in place of DeepSpeed's.
+
+    The process group must exist. Returns the engine; its ``step_hooks`` are still to be set.
+    """
+    # DeepSpeed's all-gather of the updated weights uses a name that torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", ".*all_gather_into_tensor.*", FutureWarning)
+    with _contained():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Send what DeepSpeed prints on standard output to the log, at level DEBUG."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        for line in printed.getvalue().splitlines():
+            logger.debug("deepspeed: %s", line)
+
+
+@contextlib.contextmanager
+def _contained() -> Iterator[None]:
+    """Everything that building an engine changes in DeepSpeed, put back afterwards."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_replaced(deepspeed, "DeepSpeedEngine", HookedEngine))
+        stack.enter_context(_replaced(deepspeed, "PipelineEngine", HookedPipelineEngine))
+        # Forced on, it collects garbage and prints the machine's memory six times a build.
+        stack.enter_context(_replaced(bf16_optimizer, "see_memory_usage", lambda *_, **__: None))
+        # With an empty table DeepSpeed doesn't compile its shared-memory collectives, which
+        # training never calls; filling the table would probe a compiler for every op it has.
+        stack.enter_context(_replaced(deepspeed.ops, "__compatible_ops__", {}))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    # Through the namespace: reading `__compatible_ops__` by attribute would fill it.
+    names = vars(owner)
+    missing = object()
+    before = names.get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

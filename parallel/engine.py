@@ -1,0 +1,328 @@
+"""The training engine of one rank: DeepSpeed with FP8 linears and the gradient exchange.
+
+    engine = build_engine(parallelism=…, model=…, numbers=…, precision="fp8", …)
+    result = engine.train_step(micro_batches, lr=3e-4)
+
+Promises: a step computes the same on every layout up to rounding; a step whose gradients are
+not finite leaves parameters, optimizer and scaling state as they were, on every rank; copying
+``live_tensors`` out and back in place with ``meta`` and ``load_meta`` replays the same losses
+to the bit. Octavo adds no wait for the device to a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel import engine_state
+from parallel.config import (
+    FP8Config,
+    GradientExchangeConfig,
+    ModelConfig,
+    ParallelismConfig,
+    Precision,
+)
+from parallel.deepspeed_config import BatchShape, merged_config, own_config
+from parallel.gradients import GradientExchange
+from parallel.precision.scope import PrecisionScope
+from parallel.step_hooks import GradientGroup, StepHooks
+from parallel.topology import Coordinate, coordinates, data_size
+from parallel.transformer import layer_plans, linear_names, loss_fn, parameter_name
+
+ExchangeDtype = Literal["fp8", "bf16", "fp32"]
+MicroBatch = tuple[Tensor, Tensor]
+"""Token ids and targets, each int64 [sequences, seq_len]."""
+
+GROUPS = ("matrices", "vectors")
+"""Parameter groups: matrices decay and are exchanged compressed, vectors neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingNumbers:
+    """What the engine needs to know of the training section."""
+
+    micro_batch_size: int
+    """Sequences a micro-batch on one replica."""
+    accumulation_steps: int
+    """Micro-batches a step."""
+    seq_len: int
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step came to; loss, norm and ``skipped`` are the same on every rank."""
+
+    loss: Tensor
+    """Mean cross-entropy in nats a token, over micro-batches and replicas; FP32 scalar."""
+    skipped: bool
+    """The gradient norm was not finite and the update was left out."""
+    nonfinite_parameters: tuple[str, ...]
+    """Parameters whose gradient on this rank was not finite; empty unless ``skipped``."""
+    nonfinite_loss: Tensor
+    """Bool scalar on the device."""
+    norm: Tensor | float = field(repr=False)
+    """Norm of the averaged gradient before clipping; inf when it was not finite."""
+
+    @property
+    def grad_norm(self) -> float:
+        """``norm`` as a number. Waits for the device: read it off the step's path."""
+        return float(self.norm)
+
+
+class Engine:
+    """One rank's model, optimizer and scaling state; made by ``build_engine``."""
+
+    def __init__(
+        self,
+        deepspeed_engine: Any,
+        *,
+        model: ModelConfig,
+        coordinate: Coordinate,
+        scope: PrecisionScope,
+        groups: tuple[GradientGroup, ...],
+        hooks: StepHooks,
+        replicas: dist.ProcessGroup,
+        pipelined: bool,
+    ) -> None:
+        self.coordinate = coordinate
+        self.scope = scope
+        self.exchange = groups[0].exchange
+        """Exchange of the matrices; its ``dtype`` can be set between steps."""
+        self._engine = deepspeed_engine
+        self._model = model
+        self._groups = groups
+        self._hooks = hooks
+        self._replicas = replicas
+        self._pipelined = pipelined
+        self._mlp_weights = _mlp_weights(deepspeed_engine.module, model.num_layers)
+
+    def train_step(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
+        """Run one step with learning rate ``lr``: all micro-batches, exchange, update.
+
+        Draws ``accumulation_steps`` micro-batches of this replica; a stage in the middle of a
+        pipeline draws none. Every rank must call it.
+        """
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        if self._pipelined:
+            loss = self._engine.train_batch(data_iter=micro_batches)
+        else:
+            loss = self._accumulate(micro_batches)
+        skipped = bool(self._engine.optimizer.overflow)
+        return StepResult(
+            loss=loss,
+            skipped=skipped,
+            nonfinite_parameters=self._hooks.nonfinite_parameters() if skipped else (),
+            nonfinite_loss=~loss.isfinite(),
+            norm=self._engine.optimizer._global_grad_norm,
+        )
+
+    def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
+        """A step of the plain engine; the mean loss over micro-batches and replicas."""
+        engine = self._engine
+        engine.train()
+        total = torch.zeros((), dtype=torch.float32, device=engine.device)
+        count = engine.gradient_accumulation_steps()
+        for _ in range(count):
+            tokens, targets = next(micro_batches)
+            logits = engine(tokens.to(engine.device, non_blocking=True))
+            loss = loss_fn(logits, targets.to(engine.device, non_blocking=True))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach()
+        total /= count
+        replicas = dist.get_world_size(self._replicas)
+        if replicas > 1:
+            dist.all_reduce(total, group=self._replicas)
+            total /= replicas
+        return total
+
+    def set_precision(self, precision: Mapping[str, Precision]) -> None:
+        """Change linears' precision between steps; each rank takes those of its stage.
+
+        Raises KeyError for a name that no stage has.
+        """
+        unknown = precision.keys() - set(linear_names(self._model))
+        if unknown:
+            raise KeyError(f"no such linears: {', '.join(sorted(unknown))}")
+        mine = set(self.scope.layers)
+        self.scope.set_precision({name: p for name, p in precision.items() if name in mine})
+
+    def take_exchange_statistics(self) -> dict[str, float]:
+        """Statistics of the gradient exchange since the last call, and reset.
+
+        ``bytes`` and ``uncompressed_bytes`` count all groups, the rest is the matrices'.
+        """
+        statistics = self._groups[0].exchange.take_statistics()
+        for group in self._groups[1:]:
+            theirs = group.exchange.take_statistics()
+            for key in ("bytes", "uncompressed_bytes"):
+                statistics[key] = statistics.get(key, 0.0) + theirs.get(key, 0.0)
+        return statistics
+
+    def live_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of this rank's state, by stable name; copy them out and back in place."""
+        tensors = engine_state.optimizer_tensors(self._engine.optimizer, GROUPS)
+        for name, tensor in self.scope.state_tensors().items():
+            tensors[f"precision.{name}"] = tensor
+        for group in self._groups:
+            for name, tensor in group.exchange.state_tensors().items():
+                tensors[f"exchange.{group.name}.{name}"] = tensor
+        return tensors
+
+    def meta(self) -> dict[str, Any]:
+        """The rest of the state, for JSON."""
+        return {
+            "counters": engine_state.counters(self._engine),
+            "precision": self.scope.state_meta(),
+            "exchange_dtype": self.exchange.dtype,
+        }
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Take back ``meta`` after the tensors were copied in place."""
+        engine_state.load_counters(self._engine, meta["counters"])
+        self.scope.load_meta(meta["precision"])
+        self.exchange.dtype = meta["exchange_dtype"]
+
+    @torch.no_grad()
+    def surge_mlp(self, layer: int, factor: float) -> None:
+        """Drill: multiply the MLP weights of one layer, parameters and masters alike.
+
+        Every rank calls it between steps; a rank without the layer does nothing. Raises
+        ValueError for a layer that the model doesn't have.
+        """
+        if not 0 <= layer < self._model.num_layers:
+            raise ValueError(f"layer {layer}: the model has {self._model.num_layers}")
+        for parameter in self._mlp_weights.get(layer, ()):
+            parameter.mul_(factor)
+            piece = engine_state.master_piece(parameter)
+            if piece is not None:
+                piece.mul_(factor)
+
+    def poison_gradient(self) -> None:
+        """Drill: a NaN in one gradient of this rank, before the next step's exchange."""
+        self._hooks.poison_gradient()
+
+
+def build_engine(
+    *,
+    parallelism: ParallelismConfig,
+    model: ModelConfig,
+    numbers: TrainingNumbers,
+    precision: Precision,
+    fp8: FP8Config,
+    communication_data_type: ExchangeDtype,
+    gradient_exchange: GradientExchangeConfig,
+    deepspeed: Mapping[str, Any] | None = None,
+) -> Engine:
+    """Build this rank's engine; the default process group must exist, every rank calls it.
+
+    ``LOCAL_RANK`` must be set, and ``DS_ACCELERATOR=cpu`` on a machine without an accelerator.
+    Raises ValueError for degrees that don't fit the world, for tensor parallelism and ZeRO
+    above 1 (not supported), and for a ``deepspeed`` section that contradicts the rest.
+    """
+    degrees = _checked_degrees(parallelism)
+    assert degrees.data is not None
+    batch = BatchShape(numbers.micro_batch_size, numbers.accumulation_steps, degrees.data)
+    own = own_config(batch, zero_stage=degrees.zero_stage, max_norm=numbers.max_norm)
+    config = merged_config(own, deepspeed or {})
+
+    # DeepSpeed takes seconds to import; nothing above needs it.
+    from deepspeed.accelerator import get_accelerator
+
+    from parallel import deepspeed_engines
+
+    device = torch.device(get_accelerator().current_device_name())
+    scope = PrecisionScope(precision, fp8, num_layers=model.num_layers, device=device)
+    plans = layer_plans(model, seq_len=numbers.seq_len, seed=numbers.seed, scope=scope)
+    pipelined = degrees.pipeline > 1
+    module = (
+        deepspeed_engines.staged_module(plans, degrees, loss_fn)
+        if pipelined
+        else nn.Sequential(*(plan.build() for plan in plans)).to(device)
+    )
+    optimizer = _adamw(module, numbers)
+    engine = deepspeed_engines.initialize(module, optimizer, config)
+    engine_state.create_moments(engine.optimizer.optimizer)
+
+    replicas = deepspeed_engines.replica_group(engine)
+    exchanges = (
+        GradientExchange(communication_data_type, gradient_exchange, replicas, device),
+        # A few hundred thousandths of the bytes, and every element of a norm matters: exact.
+        GradientExchange("fp32", gradient_exchange, replicas, device),
+    )
+    groups = _gradient_groups(engine, exchanges, model.num_layers)
+    hooks = StepHooks(scope, groups, replicas)
+    engine.step_hooks = hooks
+    return Engine(
+        engine,
+        model=model,
+        coordinate=coordinates(dist.get_rank(), degrees),
+        scope=scope,
+        groups=groups,
+        hooks=hooks,
+        replicas=replicas,
+        pipelined=pipelined,
+    )
+
+
+def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
+    if parallelism.tensor != 1:
+        raise ValueError(f"tensor parallelism {parallelism.tensor} is not supported, only 1")
+    if parallelism.zero_stage > 1:
+        raise ValueError(f"ZeRO stage {parallelism.zero_stage} is not supported, only 0 and 1")
+    replicas = data_size(dist.get_world_size(), parallelism)
+    return parallelism.model_copy(update={"data": replicas})
+
+
+def _adamw(module: nn.Module, numbers: TrainingNumbers) -> torch.optim.AdamW:
+    parameters = list(module.parameters())
+    matrices: dict[str, Any] = {
+        "name": GROUPS[0],
+        "params": [p for p in parameters if p.dim() >= 2],
+    }
+    vectors = {"name": GROUPS[1], "params": [p for p in parameters if p.dim() < 2]}
+    return torch.optim.AdamW(
+        [matrices, vectors | {"weight_decay": 0.0}],
+        lr=0.0,  # set every step
+        betas=numbers.betas,
+        eps=numbers.eps,
+        weight_decay=numbers.weight_decay,
+    )
+
+
+def _gradient_groups(
+    engine: Any, exchanges: tuple[GradientExchange, ...], num_layers: int
+) -> tuple[GradientGroup, ...]:
+    optimizer = engine.optimizer
+    return tuple(
+        GradientGroup(
+            name=GROUPS[i],
+            exchange=exchange,
+            parameters=tuple(
+                parameter_name(engine.param_names[p], num_layers) for p in optimizer.bf16_groups[i]
+            ),
+            views=tuple(optimizer.fp32_groups_gradients[i]),
+        )
+        for i, exchange in enumerate(exchanges)
+    )
+
+
+def _mlp_weights(module: nn.Module, num_layers: int) -> dict[int, tuple[nn.Parameter, ...]]:
+    """The MLP weights of the layers that this rank holds."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for qualified, parameter in module.named_parameters():
+        name = parameter_name(qualified, num_layers)
+        if name.startswith("layers.") and ".mlp." in name:
+            found.setdefault(int(name.split(".")[1]), []).append(parameter)
+    return {layer: tuple(weights) for layer, weights in found.items()}

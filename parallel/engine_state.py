@@ -1,0 +1,65 @@
+"""The state of an engine as named live tensors, and the rest as JSON.
+
+Promises: the tensors are the ones the engine computes with, not copies. Copying all of them
+out, and later back in place together with ``load_counters``, brings training back to the bit:
+BF16 parameters, FP32 master weights, Adam's moments and step numbers. Gradients aren't state:
+at a step boundary their buffers are zero. Names are stable for one layout of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""Attributes of a DeepSpeed engine that count."""
+
+
+def create_moments(optimizer: AdamW) -> None:
+    """Give every parameter the state that AdamW would make in its first step.
+
+    Without it a snapshot taken before step 0 would have no moments to go back to.
+    """
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+                ),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def optimizer_tensors(bf16_optimizer: Any, group_names: Sequence[str]) -> dict[str, Tensor]:
+    """Live tensors of a BF16_Optimizer over AdamW, by ``{group}.{what}``."""
+    tensors: dict[str, Tensor] = {}
+    for i, name in enumerate(group_names):
+        master = bf16_optimizer.fp32_groups_flat_partition[i]
+        state = bf16_optimizer.optimizer.state[master]
+        tensors[f"{name}.parameters"] = bf16_optimizer.bf16_groups_flat[i]
+        tensors[f"{name}.masters"] = master.detach()
+        tensors |= {f"{name}.{what}": state[what] for what in ("exp_avg", "exp_avg_sq", "step")}
+    return tensors
+
+
+def master_piece(parameter: Tensor) -> Tensor | None:
+    """The part of a parameter's FP32 master weights that this rank holds, live; or None."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    return None if mapping is None else mapping.hp_fragment
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """DeepSpeed's counters."""
+    return {name: int(getattr(engine, name)) for name in COUNTERS}
+
+
+def load_counters(engine: Any, values: Mapping[str, int]) -> None:
+    """Set DeepSpeed's counters back."""
+    for name in COUNTERS:
+        setattr(engine, name, int(values[name]))

@@ -1,0 +1,100 @@
+"""What happens to gradients between the last backward pass and the optimizer.
+
+DeepSpeed's engines call these hooks once a step, on every rank and in this order:
+
+1. ``exchange``: find out which local gradients are non-finite, then average the flat
+   gradient of each parameter group over the replicas.
+2. ``before_update``: reduce the FP8 layers' amax over the replicas of this stage.
+3. DeepSpeed takes the gradient norm; if it is not finite it leaves the update out.
+4. ``after_update``: close the step of the FP8 scaling state, with or without the update.
+
+Promises: on a step whose gradients are finite nothing here waits for the device. The names
+of non-finite gradients must be found before the exchange, which spreads one replica's NaN to
+all; so every parameter's largest magnitude is taken then, in one fused pass that reads the
+gradient once, and stays on the device. It is read only when DeepSpeed, which looks at the norm
+on the host anyway, has left the update out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.gradients import GradientExchange
+from parallel.precision.scope import PrecisionScope
+
+
+@dataclass(frozen=True, slots=True)
+class GradientGroup:
+    """One parameter group: its flat gradient is exchanged as a whole."""
+
+    name: str
+    """``matrices`` or ``vectors``."""
+    exchange: GradientExchange
+    parameters: tuple[str, ...]
+    """Names, in the order in which the flat gradient holds them."""
+    views: tuple[Tensor, ...]
+    """FP32 view of each parameter's gradient in the flat buffer."""
+
+
+class StepHooks:
+    """The hooks of one rank; ``replicas`` are the data-parallel ranks of its stage."""
+
+    def __init__(
+        self,
+        scope: PrecisionScope,
+        groups: Sequence[GradientGroup],
+        replicas: dist.ProcessGroup,
+    ) -> None:
+        self._scope = scope
+        self._groups = tuple(groups)
+        self._replicas = replicas
+        self._exchanging = dist.get_world_size(replicas) > 1
+        self._magnitudes: Sequence[Tensor] = ()
+        self._poison = False
+        self._calls = 0
+
+    def poison_gradient(self) -> None:
+        """Put a NaN into one local gradient of the next step, before the exchange."""
+        self._poison = True
+
+    def exchange(self, flats: Sequence[Tensor]) -> None:
+        """Average each group's flat FP32 gradient in place, in the order of the groups."""
+        if len(flats) != len(self._groups):
+            raise RuntimeError(
+                f"DeepSpeed exchanges {len(flats)} buffers for {len(self._groups)} groups"
+            )
+        if self._poison:
+            flats[0][0] = torch.nan
+            self._poison = False
+        views = [view for group in self._groups for view in group.views]
+        self._magnitudes = torch._foreach_norm(views, ord=torch.inf)
+        self._calls += 1
+        if self._exchanging:
+            for flat, group in zip(flats, self._groups, strict=True):
+                group.exchange.mean_(flat)
+
+    def before_update(self) -> None:
+        """Reduce this step's amax over the replicas."""
+        if self._calls != 1:
+            # A DeepSpeed that reduces elsewhere would train on unaveraged gradients in silence.
+            raise RuntimeError(f"gradients were exchanged {self._calls} times in one step")
+        self._calls = 0
+        self._scope.reduce_amax(self._replicas if self._exchanging else None)
+
+    def after_update(self, applied: bool) -> None:
+        """Close the step of the scaling state; ``applied`` is whether the weights changed."""
+        self._scope.finish_step(applied)
+
+    def nonfinite_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradient on this rank was not finite, in this step.
+
+        Waits for the device: ask only when the update was left out.
+        """
+        names = [name for group in self._groups for name in group.parameters]
+        finite = torch.stack(list(self._magnitudes)).isfinite().tolist()
+        return tuple(name for name, ok in zip(names, finite, strict=True) if not ok)
