@@ -34,6 +34,23 @@ def is_restart(action: Action) -> bool:
     )
 
 
+def raised_again(incidents: Iterable[Incident], history: History) -> bool:
+    """Whether the ranks raised an error, as they did at the restart before, with no step since.
+
+    The supervisor marks such an incident with ``raised`` in its evidence; a process that
+    was killed has no such mark, and is worth another try.
+    """
+    if not any(incident.evidence.get("raised") for incident in incidents):
+        return False
+    before = history.actions[-1] if history.actions else None
+    return (
+        before is not None
+        and is_restart(before)
+        and before.step == history.step
+        and any(incident.evidence.get("raised") for incident in before.incidents)
+    )
+
+
 def troubles(incidents: Iterable[Incident]) -> set[str]:
     """The troubles that the incidents are symptoms of."""
     names = {"divergence": DIVERGENCE, "saturation": SATURATION}

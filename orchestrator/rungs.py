@@ -33,6 +33,7 @@ from orchestrator.evidence import (
     fp8_suspects,
     landing,
     onset,
+    raised_again,
     restarts,
     skips_in_a_row,
     snapshot_before,
@@ -143,7 +144,9 @@ class Rollback:
     ) -> Action | PassedOver:
         if refused := only_lost_ranks(self.kind, incidents):
             return refused
-        if suspects := fp8_suspects(incidents, history, policy):
+        # A non-finite value spreads through every layer it meets: it names no cause.
+        telling = [incident for incident in incidents if incident.kind != "nonfinite"]
+        if suspects := fp8_suspects(telling, history, policy):
             return PassedOver(
                 self.kind, f"{', '.join(suspects)} moved first in FP8: other batches do not cure it"
             )
@@ -232,6 +235,8 @@ class Restart:
     ) -> Action | PassedOver:
         if not any(incident.kind in LOST_RANK for incident in incidents):
             return PassedOver(self.kind, "no rank was lost")
+        if raised_again(incidents, history):
+            return PassedOver(self.kind, "the ranks raised an error twice without a step between")
         used = restarts(history)
         if used >= policy.max_restarts:
             return PassedOver(
@@ -245,7 +250,8 @@ class Exhausted:
     """Answers everything, last: stop and call a person.
 
     Where a snapshot from before the trouble is left, a pause goes back to it first, so
-    that the checkpoint it leaves behind is of a good state.
+    that the checkpoint it leaves behind is of a good state. An error that the ranks raise
+    in every attempt is for whoever wrote the job, so it fails.
     """
 
     kind: ActionKind = "pause"
@@ -255,9 +261,10 @@ class Exhausted:
     ) -> Action | PassedOver:
         lost = any(incident.kind in LOST_RANK for incident in incidents)
         found = None if lost else snapshot_before(onset(incidents, history), history.restorable)
-        told = "Paused for a person" if policy.on_exhausted == "pause" else "Failed"
+        failing = policy.on_exhausted == "fail" or raised_again(incidents, history)
+        told = "Failed" if failing else "Paused for a person"
         reason = f"{told}, no rung of the ladder is left: {cause(incidents)}."
-        action = drafted(policy.on_exhausted, incidents, history, reason)
-        if policy.on_exhausted == "fail" or found is None:
+        action = drafted("fail" if failing else "pause", incidents, history, reason)
+        if failing or found is None:
             return replace(action, in_place=False)
         return replace(action, to_step=found.step)

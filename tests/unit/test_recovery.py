@@ -83,6 +83,18 @@ class TestSkipStep:
         assert action.to_step == 50 and action.skip_batches == (58, 59, 60, 61)
         assert "4 non-finite steps in a row" in why(action, "skip_step")
 
+    def test_where_nonfinite_values_were_seen_names_no_cause(self) -> None:
+        policy = RecoveryConfig(max_skips=0)
+        action = act(history(), incident("nonfinite", 61, 61, DOWN), policy=policy)
+        assert action.kind == "rollback"
+
+    def test_nonfinite_steps_that_come_back_after_a_rollback_move_the_layers_seen(self) -> None:
+        policy = RecoveryConfig(max_skips=0)
+        first = act(history(), incident("nonfinite", 61, 61, DOWN), policy=policy)
+        hist = history(63, actions=(first,))
+        action = act(hist, incident("nonfinite", 63, 63, DOWN), policy=policy)
+        assert action.kind == "layer_fallback" and action.precision == {DOWN: "bf16"}
+
     def test_nonfinite_steps_with_a_good_one_between_are_no_row(self) -> None:
         hist = history()
         for step in (50, 52, 54, 56, 58):
@@ -241,6 +253,21 @@ class TestRestart:
     def test_a_lost_rank_beside_a_nonfinite_step_is_a_restart(self) -> None:
         action = act(history(), incident("rank_hung", 61), incident("nonfinite", 61))
         assert action.kind == "restart"
+
+    def test_an_error_raised_twice_without_a_step_between_fails(self) -> None:
+        raised = replace(incident("rank_died", 61), evidence={"raised": 1.0})
+        first = act(history(), raised)
+        assert first.kind == "restart"
+        assert act(history(actions=(first,)), raised).kind == "fail"
+
+    def test_an_error_raised_again_after_progress_is_tried_again(self) -> None:
+        raised = replace(incident("rank_died", 61), evidence={"raised": 1.0})
+        first = act(history(), raised)
+        assert act(history(70, actions=(first,)), raised).kind == "restart"
+
+    def test_a_process_killed_twice_is_tried_again(self) -> None:
+        first = act(history(), incident("rank_died", 61))
+        assert act(history(actions=(first,)), incident("rank_died", 61)).kind == "restart"
 
     def test_restarts_of_all_kinds_share_one_budget(self) -> None:
         policy = RecoveryConfig(max_restarts=2)

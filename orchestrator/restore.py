@@ -1,0 +1,70 @@
+"""Where the next attempt takes its state from. Pure: choosing, not loading.
+
+Promises: every rank gets the same step; a copy made on a branch that was given up later
+is never offered; candidates come best first: the newest step, memory before disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from launch.commands import RestorePoint
+from orchestrator.actions import Action
+
+
+class CopyKey(Protocol):
+    """What a keeper says of a copy that it holds (``launch.snapshots.SnapshotKey``)."""
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def timeline(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+
+def preference(point: RestorePoint) -> tuple[int, bool, int, int]:
+    """Sorts the best last."""
+    return (point.step, point.tier == "memory", point.attempt, point.timeline)
+
+
+def on_living_branch(point: RestorePoint, actions: Iterable[Action]) -> bool:
+    """Whether nothing went back to before ``point`` since it was made."""
+    made = (point.attempt, point.timeline)
+    return not any(
+        action.to_step is not None
+        and (action.attempt, action.timeline) >= made
+        and point.step > action.to_step
+        for action in actions
+    )
+
+
+def points_in_memory(keys: Iterable[CopyKey], world_size: int) -> list[RestorePoint]:
+    """Steps of which the keepers hold a copy of every rank, made by one attempt."""
+    ranks: dict[tuple[int, int, int], set[int]] = {}
+    for key in keys:
+        ranks.setdefault((key.attempt, key.timeline, key.step), set()).add(key.rank)
+    return [
+        RestorePoint(step, "memory", attempt, timeline)
+        for (attempt, timeline, step), held in ranks.items()
+        if held >= set(range(world_size))
+    ]
+
+
+def choose(
+    points: Sequence[RestorePoint],
+    actions: Sequence[Action],
+    refused: Collection[RestorePoint] = (),
+) -> RestorePoint | None:
+    """The best point to start from; None: start from the seed.
+
+    ``refused``: points whose restore failed before.
+    """
+    usable = [p for p in points if p not in refused and on_living_branch(p, actions)]
+    return max(usable, key=preference, default=None)
