@@ -1,0 +1,414 @@
+"""The store: jobs, attempts, events, incidents, actions and steps, in one database.
+
+Promises: the controller is its only writer; everything that belongs together is written
+in one transaction; a supervisor's batch of an attempt that is no longer the current one,
+or of a job that has ended, is refused; a batch sent twice is stored once; event ids only
+grow. SQLite (WAL) by default, any SQLAlchemy URL otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine, RowMapping
+
+from monitoring.records import Incident
+from orchestrator.actions import Action
+from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
+from orchestrator.protocol import (
+    Acknowledgement,
+    EventDraft,
+    NodeSlot,
+    ResumeState,
+    SupervisorBatch,
+)
+from orchestrator.resume import fired_drills, standing
+from orchestrator.spec import JobSpec, spec_data
+from orchestrator.store_tables import actions, attempts, events, incidents, jobs, metadata, steps
+
+
+class UnknownJob(KeyError):  # noqa: N818
+    """No job has this id."""
+
+    def __str__(self) -> str:
+        return f"there is no job {self.args[0]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job as stored. Times are seconds since the epoch, None where it hasn't come so far."""
+
+    id: str
+    name: str
+    state: JobState
+    reason: str
+    """Why it is in this state, or what a queued job waits for; one sentence or empty."""
+    priority: int
+    file: str
+    """The job file as the user named it."""
+    spec: JobSpec
+    job_dir: str
+    submitted_at: float
+    started_at: float | None
+    ended_at: float | None
+    attempt: int
+    """The current attempt, 0 before the first."""
+    placement_group: str
+    nodes: tuple[NodeSlot, ...]
+    step: int
+    """Newest step recorded, -1 for none."""
+    timeline: int
+    loss: float | None
+
+
+class Store:
+    """Opens (and creates) the database at a SQLAlchemy ``url``, as ``sqlite:////path/store.db``."""
+
+    def __init__(self, url: str) -> None:
+        self._engine = _engine(url)
+        # One writer at a time also within the process: SQLite would answer "locked".
+        self._writing = threading.RLock()
+        metadata.create_all(self._engine)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    # -- jobs
+
+    def add_job(self, job: str, spec: JobSpec, job_dir: str, file: str, time: float) -> None:
+        """Store a new queued job; its ``spec`` is complete and checked."""
+        with self._write() as db:
+            row = {
+                "id": job,
+                "name": spec.name,
+                "state": JobState.QUEUED.word,
+                "reason": "",
+                "priority": spec.resources.priority,
+                "file": file,
+                "spec": _dump(spec_data(spec)),
+                "job_dir": job_dir,
+                "submitted_at": time,
+            }
+            db.execute(sa.insert(jobs).values(row))
+            _add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
+
+    def job(self, job: str) -> JobRow:
+        """The job with exactly this id; raises ``UnknownJob``."""
+        with self._read() as db:
+            return _job_row(_stored_job(db, job))
+
+    def jobs(self, *states: JobState) -> list[JobRow]:
+        """Jobs in one of ``states`` (all without), oldest first."""
+        query = sa.select(jobs).order_by(jobs.c.submitted_at, jobs.c.id)
+        if states:
+            query = query.where(jobs.c.state.in_([s.word for s in states]))
+        with self._read() as db:
+            return [_job_row(row) for row in db.execute(query).mappings()]
+
+    def change(self, job: str, cause: Cause, reason: str, time: float, **detail: Any) -> JobState:
+        """Move a job along the lifecycle table; raises ``TransitionRefused``, changing nothing."""
+        with self._write() as db:
+            row = _stored_job(db, job)
+            after = next_state(state_named(row["state"]), cause)
+            _set_state(db, row, cause, after, reason, time, detail)
+            return after
+
+    def grant(self, job: str, placement_group: str, nodes: Sequence[NodeSlot], time: float) -> None:
+        """Give a queued job its nodes."""
+        with self._write() as db:
+            row = _stored_job(db, job)
+            after = next_state(state_named(row["state"]), Cause.NODES_GRANTED)
+            where = ", ".join(f"{n.slots} on {n.node_ip}" for n in nodes)
+            reason = f"slots granted: {where}"
+            detail = {"nodes": [asdict(n) for n in nodes]}
+            _set_state(db, row, Cause.NODES_GRANTED, after, reason, time, detail)
+            given = {"placement_group": placement_group, "nodes": _dump(detail["nodes"])}
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
+
+    def replace_nodes(self, job: str, nodes: Sequence[NodeSlot]) -> None:
+        """The placement group stands elsewhere now."""
+        with self._write() as db:
+            value = _dump([asdict(n) for n in nodes])
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(nodes=value))
+
+    def release(self, job: str) -> None:
+        """The job holds no nodes any more."""
+        with self._write() as db:
+            none = {"placement_group": "", "nodes": "[]"}
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(none))
+
+    def wait(self, job: str, reason: str, time: float) -> None:
+        """Say what a queued job waits for; an event is added only when that changes."""
+        with self._write() as db:
+            row = _stored_job(db, job)
+            if row["reason"] == reason:
+                return
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(reason=reason))
+            _add_event(db, job, row["attempt"], EventDraft("waiting", time, reason, {}))
+
+    def note(self, job: str, event: EventDraft) -> None:
+        """Add an event of the controller's own."""
+        with self._write() as db:
+            _add_event(db, job, _stored_job(db, job)["attempt"], event)
+
+    # -- attempts
+
+    def begin_attempt(self, job: str, reason: str, time: float) -> ResumeState:
+        """Allocate the next attempt; from here on batches of earlier ones are refused.
+
+        Raises ``TransitionRefused`` for a job that doesn't hold nodes.
+        """
+        with self._write() as db:
+            row = _stored_job(db, job)
+            state = state_named(row["state"])
+            if not state.holds_nodes or state is JobState.CANCELLING:
+                raise TransitionRefused(state, Cause.RANK_LOST)
+            number = row["attempt"] + 1
+            started = {"job": job, "attempt": number, "reason": reason, "started_at": time}
+            db.execute(sa.insert(attempts).values(started))
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(attempt=number))
+            draft = EventDraft("attempt", time, f"attempt {number}: {reason}", {"attempt": number})
+            _add_event(db, job, number, draft)
+        return self.resume_state(job)
+
+    def attempts(self, job: str) -> list[dict[str, Any]]:
+        """All attempts of a job, oldest first: attempt, reason, started_at."""
+        columns = (attempts.c.attempt, attempts.c.reason, attempts.c.started_at)
+        query = sa.select(*columns).where(attempts.c.job == job).order_by(attempts.c.attempt)
+        with self._read() as db:
+            return [dict(row) for row in db.execute(query).mappings()]
+
+    def resume_state(self, job: str) -> ResumeState:
+        """What the current attempt starts from."""
+        with self._read() as db:
+            stored = _stored_job(db, job)
+            row = _job_row(stored)
+            drills = sa.select(steps.c.drills).where(steps.c.job == job, steps.c.drills != "")
+            recorded = [int(n) for (text,) in db.execute(drills) for n in text.split(",")]
+            detectors = stored["detector_state"]
+        done = self.actions(job)
+        sum_ = standing(row.spec, done)
+        return ResumeState(
+            job=job,
+            spec=row.spec,
+            job_dir=row.job_dir,
+            attempt=row.attempt,
+            timeline=max(sum_.timeline, row.timeline),
+            step=row.step,
+            actions=tuple(done),
+            precision=sum_.precision,
+            ledger=sum_.ledger,
+            lr_scale=sum_.lr_scale,
+            fired_drills=fired_drills(row.spec, recorded, self.incidents(job)),
+            detector_state=json.loads(detectors) if detectors else None,
+            nodes=row.nodes,
+            placement_group=row.placement_group,
+        )
+
+    def record(
+        self, job: str, attempt: int, batch: SupervisorBatch, time: float
+    ) -> Acknowledgement:
+        """Store all of ``batch``, or nothing and say why."""
+        with self._write() as db:
+            try:
+                row = _stored_job(db, job)
+            except UnknownJob as unknown:
+                return Acknowledgement(False, str(unknown))
+            current, state = row["attempt"], state_named(row["state"])
+            if attempt != current:
+                return Acknowledgement(False, f"attempt {attempt} is over, {current} is current")
+            mine = sa.and_(attempts.c.job == job, attempts.c.attempt == attempt)
+            last = db.execute(sa.select(attempts.c.sequence).where(mine)).scalar_one_or_none()
+            if last is None:
+                return Acknowledgement(False, f"attempt {attempt} was never begun")
+            if batch.sequence <= last:
+                return Acknowledgement(True, f"batch {batch.sequence} is stored already")
+            if batch.sequence != last + 1:
+                return Acknowledgement(False, f"batch {last + 1} comes before {batch.sequence}")
+            if not state.holds_nodes:
+                return Acknowledgement(False, f"the job is {state.word}")
+            refused = _transition_refusal(state, batch.transition)
+            if refused:
+                return Acknowledgement(False, refused)
+            _store_batch(db, row, attempt, batch, time)
+            db.execute(sa.update(attempts).where(mine).values(sequence=batch.sequence))
+        return Acknowledgement(True)
+
+    # -- what is read back
+
+    def events(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
+        """Events with an id above ``after``, oldest first."""
+        with self._read() as db:
+            rows = db.execute(_page(events, job, after, limit)).mappings()
+            return [{**row, "detail": json.loads(row["detail"])} for row in rows]
+
+    def steps(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
+        """``StepRecord.to_json()`` with an ``id``, in the order they were stored."""
+        with self._read() as db:
+            rows = db.execute(_page(steps, job, after, limit)).mappings()
+            return [{"id": row["id"], **json.loads(row["body"])} for row in rows]
+
+    def incidents(self, job: str) -> list[Incident]:
+        """All incidents of a job, oldest first."""
+        with self._read() as db:
+            rows = db.execute(_page(incidents, job, 0, None)).mappings()
+            return [Incident.from_json(json.loads(row["body"])) for row in rows]
+
+    def actions(self, job: str) -> list[Action]:
+        """All actions of a job, oldest first."""
+        with self._read() as db:
+            rows = db.execute(_page(actions, job, 0, None)).mappings()
+            return [Action.from_json(json.loads(row["body"])) for row in rows]
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with self._writing, self._engine.begin() as db:
+            yield db
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._engine.connect() as db:
+            yield db
+
+
+def _engine(url: str) -> Engine:
+    engine = sa.create_engine(url)
+    if engine.dialect.name != "sqlite":
+        return engine
+
+    # pysqlite begins transactions late and on its own; these two put BEGIN where it belongs.
+    @sa.event.listens_for(engine, "connect")
+    def _connected(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "busy_timeout=10000", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begun(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _page(table: sa.Table, job: str, after: int, limit: int | None) -> sa.Select[Any]:
+    query = sa.select(table).where(table.c.job == job, table.c.id > after).order_by(table.c.id)
+    return query if limit is None else query.limit(limit)
+
+
+def _stored_job(db: Connection, job: str) -> RowMapping:
+    row = db.execute(sa.select(jobs).where(jobs.c.id == job)).mappings().one_or_none()
+    if row is None:
+        raise UnknownJob(job)
+    return row
+
+
+def _job_row(row: RowMapping) -> JobRow:
+    values = {k: row[k] for k in JobRow.__dataclass_fields__}
+    values["state"] = state_named(row["state"])
+    values["spec"] = JobSpec.model_validate(json.loads(row["spec"]))
+    values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
+    return JobRow(**values)
+
+
+def _add_event(db: Connection, job: str, attempt: int, event: EventDraft) -> None:
+    row = {
+        "job": job,
+        "attempt": attempt,
+        "time": event.time,
+        "kind": event.kind,
+        "message": event.message,
+        "detail": _dump(dict(event.detail)),
+    }
+    db.execute(sa.insert(events).values(row))
+
+
+def _set_state(
+    db: Connection,
+    row: RowMapping,
+    cause: Cause,
+    after: JobState,
+    reason: str,
+    time: float,
+    detail: Mapping[str, Any],
+) -> None:
+    """Write a transition that the table allows, with its event; none if nothing changes."""
+    if row["state"] == after.word:
+        return
+    values: dict[str, Any] = {"state": after.word, "reason": reason}
+    if after is JobState.STARTING and row["started_at"] is None:
+        values["started_at"] = time
+    if after.terminal:
+        values["ended_at"] = time
+    db.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(values))
+    told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
+    message = f"{after.word}: {reason}" if reason else f"{after.word}: {cause.value}"
+    _add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
+
+
+def _transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:
+    """Why the supervisor's transition can't be, or an empty string."""
+    if transition is None:
+        return ""
+    wanted, cause = transition
+    try:
+        after = next_state(state, cause)
+    except TransitionRefused as refused:
+        return str(refused)
+    # A supervisor that hasn't heard of the cancellation means well: the table decides.
+    if after is not wanted and state is not JobState.CANCELLING:
+        return str(TransitionRefused(state, cause, wanted))
+    return ""
+
+
+def _store_batch(
+    db: Connection, row: RowMapping, attempt: int, batch: SupervisorBatch, time: float
+) -> None:
+    job = row["id"]
+    place = {"job": job, "attempt": attempt}
+    for event in batch.events:
+        _add_event(db, job, attempt, event)
+    if batch.steps:
+        rows = [
+            {
+                **place,
+                "timeline": s["timeline"],
+                "step": s["step"],
+                "drills": ",".join(map(str, s.get("drills", ()))),
+                "body": _dump(dict(s)),
+            }
+            for s in batch.steps
+        ]
+        db.execute(sa.insert(steps), rows)
+    for table, records in (
+        (incidents, [dict(i) for i in batch.incidents]),
+        (actions, [a.to_json() for a in batch.actions]),
+    ):
+        for record in records:
+            found = {k: record[k] for k in ("timeline", "step", "kind")}
+            db.execute(sa.insert(table).values({**place, **found, "body": _dump(record)}))
+    changed: dict[str, Any] = {}
+    if batch.steps:
+        newest = batch.steps[-1]
+        loss = float(newest["loss"])
+        changed = {"step": newest["step"], "timeline": newest["timeline"]}
+        # Databases differ in what they do with NaN; the step's own body keeps it.
+        changed["loss"] = loss if loss - loss == 0 else None
+    if batch.detector_state is not None:
+        changed["detector_state"] = _dump(dict(batch.detector_state))
+    if changed:
+        db.execute(sa.update(jobs).where(jobs.c.id == job).values(changed))
+    if batch.transition:
+        cause = batch.transition[1]
+        after = next_state(state_named(row["state"]), cause)
+        told = [e.message for e in batch.events] or [a.reason for a in batch.actions]
+        _set_state(db, row, cause, after, told[-1] if told else cause.value, time, {})

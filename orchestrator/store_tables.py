@@ -1,0 +1,101 @@
+"""The store's tables. Bodies are JSON texts; what is searched or ordered by has a column."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData()
+
+# SQLite counts up only INTEGER keys; AUTOINCREMENT keeps it from reusing the newest ones.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(80), primary_key=True),
+    Column("name", String(63), nullable=False, index=True),
+    Column("state", String(16), nullable=False, index=True),
+    Column("reason", Text, nullable=False, default=""),
+    Column("priority", Integer, nullable=False),
+    Column("file", Text, nullable=False),
+    Column("spec", Text, nullable=False),
+    Column("job_dir", Text, nullable=False),
+    Column("submitted_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("attempt", Integer, nullable=False, default=0),
+    Column("placement_group", String(64), nullable=False, default=""),
+    Column("nodes", Text, nullable=False, default="[]"),
+    Column("step", Integer, nullable=False, default=-1),
+    Column("timeline", Integer, nullable=False, default=0),
+    Column("loss", Float),
+    Column("detector_state", Text),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("job", ForeignKey("jobs.id"), primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("sequence", Integer, nullable=False, default=0),
+)
+
+
+def _records(name: str, *columns: Column | Index) -> Table:
+    return Table(
+        name,
+        metadata,
+        Column("id", _Id, primary_key=True, autoincrement=True),
+        Column("job", ForeignKey("jobs.id"), nullable=False),
+        Column("attempt", Integer, nullable=False),
+        *columns,
+        Index(f"ix_{name}_job_id", "job", "id"),
+        sqlite_autoincrement=True,
+    )
+
+
+events = _records(
+    "events",
+    Column("time", Float, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("message", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+)
+
+incidents = _records(
+    "incidents",
+    Column("timeline", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("body", Text, nullable=False),
+)
+
+actions = _records(
+    "actions",
+    Column("timeline", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("body", Text, nullable=False),
+)
+
+steps = _records(
+    "steps",
+    Column("timeline", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("drills", Text, nullable=False, default=""),
+    Column("body", Text, nullable=False),
+    Index("ix_steps_place", "job", "attempt", "timeline", "step"),
+)
