@@ -11,7 +11,7 @@ to the bit. Octavo adds no wait for the device to a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,10 +29,11 @@ from parallel.config import (
 )
 from parallel.deepspeed_config import BatchShape, merged_config, own_config
 from parallel.gradients import GradientExchange
+from parallel.precision import recipes
 from parallel.precision.scope import PrecisionScope
 from parallel.step_hooks import GradientGroup, StepHooks
 from parallel.topology import Coordinate, coordinates, data_size
-from parallel.transformer import layer_plans, linear_names, loss_fn, parameter_name
+from parallel.transformer import layer_plans, loss_fn, parameter_name
 
 ExchangeDtype = Literal["fp8", "bf16", "fp32"]
 MicroBatch = tuple[Tensor, Tensor]
@@ -87,6 +88,7 @@ class Engine:
         deepspeed_engine: Any,
         *,
         model: ModelConfig,
+        switchable: Iterable[str],
         coordinate: Coordinate,
         scope: PrecisionScope,
         groups: tuple[GradientGroup, ...],
@@ -100,6 +102,7 @@ class Engine:
         """Exchange of the matrices; its ``dtype`` can be set between steps."""
         self._engine = deepspeed_engine
         self._model = model
+        self._switchable = frozenset(switchable)
         self._groups = groups
         self._hooks = hooks
         self._replicas = replicas
@@ -150,11 +153,12 @@ class Engine:
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
         """Change linears' precision between steps; each rank takes those of its stage.
 
-        Raises KeyError for a name that no stage has.
+        Raises ValueError, on every rank alike, for a name that no stage has and for a linear
+        whose precision is fixed.
         """
-        unknown = precision.keys() - set(linear_names(self._model))
-        if unknown:
-            raise KeyError(f"no such linears: {', '.join(sorted(unknown))}")
+        for name in precision:
+            if name not in self._switchable:
+                raise ValueError(f"linear {name!r} is not one whose precision can change")
         mine = set(self.scope.layers)
         self.scope.set_precision({name: p for name, p in precision.items() if name in mine})
 
@@ -208,6 +212,7 @@ class Engine:
             piece = engine_state.master_piece(parameter)
             if piece is not None:
                 piece.mul_(factor)
+        self.scope.forget_weights()
 
     def poison_gradient(self) -> None:
         """Drill: a NaN in one gradient of this rank, before the next step's exchange."""
@@ -267,6 +272,7 @@ def build_engine(
     return Engine(
         engine,
         model=model,
+        switchable=_switchable_linears(model, precision, fp8),
         coordinate=coordinates(dist.get_rank(), degrees),
         scope=scope,
         groups=groups,
@@ -283,6 +289,18 @@ def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
         raise ValueError(f"ZeRO stage {parallelism.zero_stage} is not supported, only 0 and 1")
     replicas = data_size(dist.get_world_size(), parallelism)
     return parallelism.model_copy(update={"data": replicas})
+
+
+def _switchable_linears(model: ModelConfig, precision: Precision, fp8: FP8Config) -> list[str]:
+    """Linears of all stages whose precision can change: every rank refuses the same orders."""
+    if precision == "bf16":
+        return []
+    kept = fp8.high_precision_layers
+    return [
+        name
+        for name in recipes.linear_names(model.num_layers)
+        if not recipes.is_high_precision(name, kept, model.num_layers)
+    ]
 
 
 def _adamw(module: nn.Module, numbers: TrainingNumbers) -> torch.optim.AdamW:

@@ -27,9 +27,6 @@ from torch import Tensor, nn
 from parallel.config import ModelConfig
 from parallel.precision.scope import PrecisionScope
 
-LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
-"""Linears of a transformer layer, in the order of the forward pass."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
@@ -46,11 +43,6 @@ class LayerPlan:
 def ffn_size(model: ModelConfig) -> int:
     """Inner width of the MLP: as configured, else 8/3 of hidden_size rounded up to 32."""
     return model.ffn_size or math.ceil(model.hidden_size * 8 / 3 / 32) * 32
-
-
-def linear_names(model: ModelConfig) -> tuple[str, ...]:
-    """Names of all the model's linears, as ``layers.3.mlp.down``, whatever stage holds them."""
-    return tuple(f"layers.{i}.{name}" for i in range(model.num_layers) for name in LINEARS)
 
 
 def parameter_name(qualified: str, num_layers: int) -> str:

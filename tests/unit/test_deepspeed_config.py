@@ -1,0 +1,73 @@
+"""What a user may add to DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.deepspeed_config import (
+    REFUSED,
+    BatchShape,
+    contradictions,
+    merged_config,
+    own_config,
+)
+
+OWN = own_config(
+    BatchShape(micro_batch_size=2, accumulation_steps=3, data_size=4), zero_stage=1, max_norm=1.0
+)
+
+
+def test_the_batch_is_micro_batches_times_accumulation_times_replicas() -> None:
+    assert OWN["train_batch_size"] == 24
+
+
+def test_additions_are_merged_at_every_depth() -> None:
+    user = {"zero_optimization": {"allgather_bucket_size": 1000}, "dump_state": False}
+    merged = merged_config(OWN, user)
+    assert merged["zero_optimization"] == {"stage": 1, "allgather_bucket_size": 1000}
+    assert merged["dump_state"] is False
+    assert merged["bf16"] == OWN["bf16"]
+
+
+def test_neither_configuration_is_changed_by_merging() -> None:
+    user = {"zero_optimization": {"allgather_bucket_size": 1000}}
+    merged = merged_config(OWN, user)
+    merged["zero_optimization"]["stage"] = 3
+    assert OWN["zero_optimization"] == {"stage": 1}
+    assert user == {"zero_optimization": {"allgather_bucket_size": 1000}}
+
+
+def test_saying_what_octavo_says_is_no_contradiction() -> None:
+    user = {"train_batch_size": 24, "zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}
+    assert contradictions(OWN, user) == []
+    assert merged_config(OWN, user) == OWN
+
+
+def test_every_contradiction_is_found_with_its_path() -> None:
+    user = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "scheduler": {"type": "WarmupLR"},
+        "wall_clock_breakdown": False,
+    }
+    found = contradictions(OWN, user)
+    assert [problem.key for problem in found] == [
+        "train_batch_size",
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer",
+        "scheduler",
+    ]
+    assert "24" in found[0].reason
+    with pytest.raises(ValueError, match=r"train_batch_size=8.*scheduler"):
+        merged_config(OWN, user)
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_refused_key_is_refused_whatever_its_value(key: str) -> None:
+    user: dict[str, object] = {}
+    section = user
+    *parents, last = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})  # type: ignore[assignment]
+    section[last] = {}
+    assert [problem.key for problem in contradictions(OWN, user)] == [key]
