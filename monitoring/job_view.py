@@ -18,10 +18,8 @@ from monitoring.records import Incident, StepRecord
 
 Row = Mapping[str, Any]
 
-GOES_BACK = frozenset(
-    {"rollback", "layer_fallback", "whole_bf16", "lower_lr", "restart", "return_to_fp8"}
-)
-"""Action kinds that may go back to an earlier step."""
+GOES_BACK = frozenset({"rollback", "layer_fallback", "whole_bf16", "lower_lr", "restart"})
+"""Action kinds after which an earlier step is run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,49 +92,3 @@ def split_timelines(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list
         abandoned.extend(reversed(undone))
         kept.append(record)
     return kept, abandoned
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """One return to an earlier step: what it cost."""
-
-    action: Row
-    to_step: int
-    """First step run again."""
-    first_step_time: float
-    """When that step was done, seconds since the epoch."""
-    seconds: float
-    """From the decision to the first step done after it."""
-    steps_lost: int
-    """Steps that were undone."""
-
-
-def recoveries(view: JobView) -> list[Recovery]:
-    """Every action that took the job back, with the first step that followed it.
-
-    An action is matched with the first record, stored after it was decided, whose attempt
-    or timeline is newer than the action's; one that nothing followed yet is left out.
-    """
-    found: list[Recovery] = []
-    for action in view.actions:
-        if action.get("kind") not in GOES_BACK:
-            continue
-        mark = (int(action["attempt"]), int(action["timeline"]))
-        after = next((r for r in view.steps if (r.attempt, r.timeline) > mark), None)
-        if after is None:
-            continue
-        if action.get("to_step") is None and action["kind"] != "restart":
-            continue
-        undone = sum(
-            1 for r in view.steps if (r.attempt, r.timeline) == mark and r.step >= after.step
-        )
-        found.append(
-            Recovery(
-                action=action,
-                to_step=after.step,
-                first_step_time=after.time,
-                seconds=max(0.0, after.time - float(action["time"])),
-                steps_lost=undone,
-            )
-        )
-    return found

@@ -1,0 +1,101 @@
+"""Names of the metrics we publish, in one place, and their values for one step.
+
+``train/step`` is the axis of all others: W&B's own step counts log calls and starts anew
+with each process. Names are stable; a dashboard may rely on them.
+"""
+
+from __future__ import annotations
+
+from monitoring.amax import worst_by_headroom
+from monitoring.records import StepRecord
+from monitoring.summary import Tally
+
+STEP = "train/step"
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+LR = "train/lr"
+TOKENS_PER_SEC = "train/tokens_per_sec"
+STEP_TIME_S = "train/step_time_s"
+SKIPPED = "train/skipped"
+
+COMM_BYTES = "comm/bytes"
+COMM_RATIO = "comm/compression_ratio"
+COMM_ERROR = "comm/relative_error"
+
+WORST_HEADROOM = "fp8/worst/headroom_octaves"
+WORST_SATURATED = "fp8/worst/overflows_pct"
+WORST_UNDERFLOW = "fp8/worst/underflows_pct"
+
+ATTEMPT = "recovery/attempt"
+TIMELINE = "recovery/timeline"
+ROLLBACKS = "recovery/rollbacks"
+STEPS_LOST = "recovery/steps_lost"
+TIME_TO_RECOVER_S = "recovery/time_to_recover_s"
+HIGH_PRECISION_LAYERS = "recovery/high_precision_layers"
+INCIDENTS_TABLE = "recovery/incidents"
+ACTIONS_TABLE = "recovery/actions"
+
+ETTR = "goodput/ettr"
+
+PREFIXES = ("train/*", "fp8/*", "comm/*", "recovery/*", "goodput/*")
+"""Glob of each family, all drawn over ``train/step``."""
+
+
+def tensor_metric(name: str, what: str) -> str:
+    """``fp8/{layer}/{tensor}/{what}`` of a tensor named ``"{layer}/{tensor}"``."""
+    return f"fp8/{name}/{what}"
+
+
+def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, float]:
+    """Everything measured in one step; scalars of single tensors only for the ``worst`` ones."""
+    values: dict[str, float] = {
+        STEP: record.step,
+        LOSS: record.loss,
+        GRAD_NORM: record.grad_norm,
+        LR: record.lr,
+        STEP_TIME_S: record.step_time_s,
+        SKIPPED: float(record.skipped),
+        ATTEMPT: record.attempt,
+        TIMELINE: record.timeline,
+        HIGH_PRECISION_LAYERS: len(record.high_precision_layers),
+    }
+    if record.step_time_s > 0:
+        values[TOKENS_PER_SEC] = record.tokens / record.step_time_s
+    sent = record.comm.get("bytes", 0.0)
+    if sent > 0:
+        values[COMM_BYTES] = sent
+        values[COMM_RATIO] = record.comm.get("uncompressed_bytes", sent) / sent
+        values[COMM_ERROR] = record.comm.get("relative_error", 0.0)
+    values.update(_tensor_metrics(record, worst, fp8_format))
+    return values
+
+
+def _tensor_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, float]:
+    rated = worst_by_headroom(record.tensors, worst, fp8_format, record.high_precision_layers)
+    if not rated:
+        return {}
+    values = {
+        WORST_HEADROOM: rated[0][1],
+        WORST_SATURATED: max(record.tensors[name].saturated_pct for name, _ in rated),
+        WORST_UNDERFLOW: max(s.underflow_pct for s in record.tensors.values()),
+    }
+    for name, _ in rated:
+        stats = record.tensors[name]
+        values[tensor_metric(name, "amax")] = stats.amax
+        values[tensor_metric(name, "scale_inv")] = 1.0 / stats.scale if stats.scale else 0.0
+        values[tensor_metric(name, "overflows_pct")] = stats.saturated_pct
+        values[tensor_metric(name, "underflows_pct")] = stats.underflow_pct
+    return values
+
+
+def tally_metrics(totals: Tally) -> dict[str, float]:
+    """The running totals of recovery and goodput."""
+    values: dict[str, float] = {
+        ROLLBACKS: totals.rollbacks,
+        STEPS_LOST: totals.steps_lost,
+    }
+    if totals.time_to_recover_s is not None:
+        values[TIME_TO_RECOVER_S] = totals.time_to_recover_s
+    if totals.ettr is not None:
+        values[ETTR] = totals.ettr
+    return values

@@ -1,0 +1,151 @@
+"""What became of a job, in numbers: ``summary.json``, and the running totals behind it.
+
+Promises: ``summarize`` is pure and gives strict JSON (non-finite numbers as ``"nan"`` and
+``"inf"``, unknown ones as null). ``Tally`` is the same arithmetic one record at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from monitoring.detectors.baseline import median
+from monitoring.job_view import GOES_BACK, JobView, Row, split_timelines
+from monitoring.records import StepRecord, encode_float
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running totals of a job; feed it records and actions as they come."""
+
+    attempt: int = 0
+    timeline: int = 0
+    rollbacks: int = 0
+    """Returns to an earlier step within an attempt."""
+    restarts: int = 0
+    steps_lost: int = 0
+    """Steps whose work was undone, by a rollback or a restart."""
+    steps_skipped: int = 0
+    """Steps whose update was left out."""
+    recover_times_s: list[float] = field(default_factory=list)
+    """Of each return: from the incident to the first step done after it."""
+    high_precision_layers: tuple[str, ...] = ()
+    _kept: list[tuple[int, float]] = field(default_factory=list)
+    _useful_s: float = 0.0
+    _begun: float | None = None
+    _now: float = 0.0
+    _pending: list[tuple[tuple[int, int], float]] = field(default_factory=list)
+
+    def add_action(self, action: Row) -> None:
+        """Take in a decision, before the records that follow it."""
+        if action["kind"] not in GOES_BACK:
+            return
+        if action["kind"] == "restart" or not action.get("in_place", True):
+            self.restarts += 1
+        else:
+            self.rollbacks += 1
+        mark = (int(action["attempt"]), int(action["timeline"]))
+        self._pending.append((mark, _began(action)))
+
+    def add_step(self, record: StepRecord) -> None:
+        """Take in a record; one that goes back undoes what it replaces."""
+        while self._kept and self._kept[-1][0] >= record.step:
+            self._useful_s -= self._kept.pop()[1]
+            self.steps_lost += 1
+        self._kept.append((record.step, record.step_time_s))
+        self._useful_s += record.step_time_s
+        self.attempt, self.timeline = record.attempt, record.timeline
+        self.steps_skipped += record.skipped
+        self.high_precision_layers = record.high_precision_layers
+        if self._begun is None:
+            self._begun = record.time - record.step_time_s
+        self._now = record.time
+        mark = (record.attempt, record.timeline)
+        answered = [began for before, began in self._pending if before < mark]
+        if answered:
+            self.recover_times_s.append(max(0.0, record.time - min(answered)))
+            self._pending = [entry for entry in self._pending if entry[0] >= mark]
+
+    @property
+    def time_to_recover_s(self) -> float | None:
+        """The slowest recovery's; None when there was none."""
+        return max(self.recover_times_s, default=None)
+
+    @property
+    def ettr(self) -> float | None:
+        """Share of the time since the first step that went into steps which were kept."""
+        if self._begun is None or self._now <= self._begun:
+            return None
+        return max(0.0, min(1.0, self._useful_s / (self._now - self._begun)))
+
+
+def _began(action: Row) -> float:
+    """When the trouble that an action answers was seen."""
+    times = [float(incident["time"]) for incident in action.get("incidents", ())]
+    return min([*times, float(action["time"])])
+
+
+def tally(view: JobView) -> Tally:
+    """The totals of a whole view; actions are taken in before the records that follow them."""
+    totals = Tally()
+    waiting = sorted(view.actions, key=lambda a: (int(a["attempt"]), int(a["timeline"])))
+    for record in view.steps:
+        mark = (record.attempt, record.timeline)
+        while waiting and (int(waiting[0]["attempt"]), int(waiting[0]["timeline"])) < mark:
+            totals.add_action(waiting.pop(0))
+        totals.add_step(record)
+    for action in waiting:
+        totals.add_action(action)
+    return totals
+
+
+def summarize(view: JobView) -> dict[str, Any]:
+    """The contents of ``summary.json``. Times in seconds, losses in nats a token."""
+    kept, _ = split_timelines(view.steps)
+    totals = tally(view)
+    steps = kept[-1].step + 1 if kept else 0
+    step_time = median([r.step_time_s for r in kept]) if kept else None
+    tokens = median([r.tokens / r.step_time_s for r in kept if r.step_time_s > 0] or [0.0])
+    final = next((r.loss for r in reversed(kept) if not r.skipped), None)
+    return {
+        "job": view.job,
+        "state": view.state,
+        "steps": steps,
+        "steps_planned": view.section("training", "steps"),
+        "final_loss": _json(final),
+        "incidents": [_short_incident(row) for row in view.incidents],
+        "actions": [_short_action(row) for row in view.actions],
+        "steps_lost": totals.steps_lost,
+        "steps_skipped": totals.steps_skipped,
+        "time_to_recover_s": _json(totals.time_to_recover_s),
+        "step_time_s": _json(step_time),
+        "tokens_per_s": _json(tokens) if kept else None,
+        "ettr": _json(totals.ettr),
+        "attempts": max((r.attempt for r in view.steps), default=0),
+        "rollbacks": totals.rollbacks,
+        "restarts": totals.restarts,
+        "high_precision_layers": list(totals.high_precision_layers),
+    }
+
+
+def _json(value: float | None) -> float | str | None:
+    return None if value is None else encode_float(float(value))
+
+
+def _short_incident(row: Row) -> dict[str, Any]:
+    keys = ("kind", "detector", "attempt", "timeline", "step", "onset_step", "time", "message")
+    short = {key: row.get(key) for key in keys}
+    short["suspects"] = [suspect["layer"] for suspect in row.get("suspects", ())]
+    short["ranks"] = list(row.get("ranks", ()))
+    return short
+
+
+def _short_action(row: Row) -> dict[str, Any]:
+    keys = ("kind", "attempt", "timeline", "step", "time", "reason", "to_step", "lr_scale")
+    short: dict[str, Any] = {key: row.get(key) for key in keys}
+    precision: Mapping[str, str] = row.get("precision", {})
+    short["precision"] = dict(precision)
+    short["skip_batches"] = list(row.get("skip_batches", ()))
+    short["passed_over"] = [dict(p) for p in row.get("passed_over", ())]
+    return short

@@ -1,0 +1,279 @@
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from monitoring import metrics
+from monitoring.config import WandbConfig
+from monitoring.wandb_run import WandbRun, logged_in, resolve_mode
+from tests.unit.monitoring_traces import healthy_trace
+
+LEET = Path(sys.executable).with_name("wandb")
+SPEC = {"name": "demo", "fp8": {"format": "HYBRID"}}
+
+
+def incident_row(step):
+    return {
+        "kind": "loss_spike",
+        "step": step,
+        "onset_step": step,
+        "message": f"Loss 9 in step {step}.",
+        "suspects": [{"layer": "layers.2.mlp.down", "tensor": "input", "evidence": {}}],
+        "time": 1_800_000_000.0 + 0.2 * step,
+    }
+
+
+def action_row(step, to_step, timeline=0):
+    return {
+        "kind": "layer_fallback",
+        "step": step,
+        "to_step": to_step,
+        "attempt": 1,
+        "timeline": timeline,
+        "time": 1_800_000_000.1 + 0.2 * step,
+        "reason": "layers.2.mlp.down moved first",
+        "precision": {"layers.2.mlp.down": "bf16"},
+        "incidents": [incident_row(step)],
+        "passed_over": [{"rung": "skip_step", "why": "not non-finite"}],
+    }
+
+
+def read_back(directory):
+    """Records of every run file below the job's directory, in order of the processes."""
+    records = []
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        text = subprocess.run(
+            [LEET, "leet", "inspect", path, "--json"], check=True, capture_output=True, text=True
+        ).stdout
+        records += [json.loads(line) for line in text.splitlines()]
+    return records
+
+
+def history(records):
+    return [r["history"]["item"] for r in records if r["type"] == "history"]
+
+
+class FakeRun:
+    """Stands in for W&B's run; ``on_log`` may raise or block."""
+
+    def __init__(self, on_log=lambda: None):
+        self.on_log = on_log
+        self.logged = []
+        self.finished = 0
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, values):
+        self.on_log()
+        self.logged.append(values)
+
+    def finish(self, **_):
+        self.finished += 1
+
+
+@pytest.fixture
+def faked(monkeypatch, tmp_path):
+    def make(run, **config):
+        monkeypatch.setattr(WandbRun, "_init", lambda self, wandb, mode: run)
+        return WandbRun(WandbConfig(mode="offline", **config), "demo-000001", tmp_path, SPEC)
+
+    return make
+
+
+class TestARealOfflineRun:
+    @pytest.fixture(scope="class")
+    def records(self, tmp_path_factory):
+        """One job in two processes' worth of runs: a restart in between."""
+        directory = tmp_path_factory.mktemp("job")
+        steps = healthy_trace(60)
+        later = [dataclasses.replace(r, timeline=1, time=r.time + 4.0) for r in steps[40:]]
+        first = WandbRun(WandbConfig(mode="offline"), "demo-abc123", directory, SPEC)
+        first.start()
+        for step in steps[:50]:
+            first.log_step(step)
+        first.log_incident(incident_row(49))
+        first.log_action(action_row(49, 40))
+        assert first.finish(timeout=30)
+        second = WandbRun(WandbConfig(mode="offline"), "demo-abc123", directory, SPEC)
+        second.start(steps[:50], [incident_row(49)], [action_row(49, 40)])
+        for step in later:
+            second.log_step(step)
+        assert second.finish({"state": "succeeded", "final_loss": 2.5}, timeout=30)
+        assert not first.disabled
+        assert not second.disabled
+        return read_back(directory)
+
+    def test_every_step_is_there_once_with_its_own_step_as_the_axis(self, records):
+        steps = [item[metrics.STEP] for item in history(records) if metrics.LOSS in item]
+        assert steps == [*range(50), *range(40, 60)]
+        axes = {
+            r["metric"].get("glob_name"): r["metric"].get("step_metric")
+            for r in records
+            if r["type"] == "metric"
+        }
+        assert axes["train/*"] == axes["fp8/*"] == axes["recovery/*"] == metrics.STEP
+
+    def test_it_is_one_run_with_the_jobs_id(self, records):
+        assert {r["run"]["run_id"] for r in records if r["type"] == "run"} == {"demo-abc123"}
+
+    def test_totals_go_on_through_the_restart(self, records):
+        last = [item for item in history(records) if metrics.LOSS in item][-1]
+        assert last[metrics.ROLLBACKS] == 1
+        assert last[metrics.STEPS_LOST] == 10
+        assert last[metrics.TIMELINE] == 1
+        assert 0 < last[metrics.ETTR] < 1
+
+    def test_tensor_scalars_are_those_of_the_worst_few(self, records):
+        item = history(records)[30]
+        layers = {k.rsplit("/", 1)[0] for k in item if k.startswith("fp8/layers")}
+        assert len(layers) == 8
+        assert metrics.WORST_HEADROOM in item
+
+    def test_the_incident_raised_an_alert_and_filled_the_tables(self, records):
+        (alert,) = [r["alert"] for r in records if r["type"] == "alert"]
+        assert alert["title"] == "demo-abc123: loss spike at step 49"
+        tables = [k for item in history(records) for k in item if "_type" in k or "actions" in k]
+        assert any(k.startswith(metrics.ACTIONS_TABLE) for k in tables)
+
+
+def test_a_kill_loses_less_than_a_second(tmp_path):
+    body = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from monitoring.config import WandbConfig
+        from monitoring.wandb_run import WandbRun
+        from tests.unit.monitoring_traces import healthy_trace
+        run = WandbRun(WandbConfig(mode="offline"), "demo-dead01", Path(sys.argv[1]), {})
+        run.start()
+        for record in healthy_trace(2000, layers=("layers.0.mlp.down",)):
+            run.log_step(record)
+            print(record.step, flush=True)
+            time.sleep(0.02)
+        """
+    )
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", body, str(tmp_path)],
+        stdout=subprocess.PIPE, text=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    stamps = []
+    try:
+        for line in child.stdout:
+            stamps.append((int(line), time.monotonic()))
+            # Well after W&B itself has started, which takes a second or two.
+            if len(stamps) == 300:
+                break
+    finally:
+        killed = time.monotonic()
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    time.sleep(0.5)
+    kept = {item[metrics.STEP] for item in history(read_back(tmp_path))}
+    older = {step for step, at in stamps if at < killed - 1.0}
+    assert len(older) > 200
+    assert older <= kept
+
+
+class TestTroubleOfWandb:
+    def test_an_exception_disables_it_with_one_warning(self, faked, caplog):
+        def fail():
+            raise RuntimeError("disk full")
+
+        run = faked(FakeRun(fail))
+        with caplog.at_level(logging.WARNING):
+            run.start()
+            for record in healthy_trace(20, layers=()):
+                run.log_step(record)
+            run._thread.join(10)
+            run.log_incident(incident_row(5))
+            assert run.finish(timeout=5)
+        assert run.disabled
+        assert [r.message for r in caplog.records] == [
+            "W&B is off for job demo-000001: RuntimeError: disk full"
+        ]
+
+    def test_a_failing_start_disables_it_too(self, monkeypatch, tmp_path):
+        def fail(*_):
+            raise OSError("no such host")
+
+        monkeypatch.setattr(WandbRun, "_init", fail)
+        run = WandbRun(WandbConfig(mode="offline"), "demo-000002", tmp_path, SPEC)
+        run.start()
+        run._thread.join(10)
+        assert run.disabled
+
+    def test_a_service_that_cannot_be_reached_turns_the_run_offline(self, monkeypatch, tmp_path):
+        fake, modes = FakeRun(), []
+
+        def init(self, wandb, mode):
+            modes.append(mode)
+            if mode == "online":
+                raise TimeoutError("no answer")
+            return fake
+
+        monkeypatch.setattr(WandbRun, "_init", init)
+        run = WandbRun(WandbConfig(mode="online"), "demo-000003", tmp_path, SPEC)
+        run.start()
+        run.log_step(healthy_trace(1)[0])
+        assert run.finish(timeout=10)
+        assert modes == ["online", "offline"]
+        assert len(fake.logged) == 1
+
+    def test_a_call_never_blocks_and_a_full_queue_drops(self, faked, monkeypatch):
+        monkeypatch.setattr("monitoring.wandb_run.QUEUE_LIMIT", 10)
+        gate = threading.Event()
+        run = faked(FakeRun(gate.wait))
+        run.start()
+        record = healthy_trace(1, layers=())[0]
+        start = time.monotonic()
+        for _ in range(1000):
+            run.log_step(record)
+        assert time.monotonic() - start < 2.0
+        assert 980 <= run.dropped <= 990
+        assert run.finish(timeout=0.2) is False
+        gate.set()
+        assert run.finish(timeout=10)
+
+    def test_disabled_by_configuration_nothing_is_written(self, tmp_path):
+        run = WandbRun(WandbConfig(mode="disabled"), "demo-000004", tmp_path / "job", SPEC)
+        run.start()
+        run.log_step(healthy_trace(1)[0])
+        assert run.finish(timeout=0.1)
+        assert not (tmp_path / "job").exists()
+
+
+class TestMode:
+    def test_auto_is_offline_without_a_login_and_online_with_one(self, tmp_path):
+        auto = WandbConfig(mode="auto")
+        env = {"HOME": str(tmp_path)}
+        assert resolve_mode(auto, env) == "offline"
+        assert resolve_mode(auto, env | {"WANDB_API_KEY": "x" * 40}) == "online"
+
+    def test_the_login_may_stand_in_netrc_for_the_host_in_use(self, tmp_path):
+        netrc = tmp_path / ".netrc"
+        netrc.write_text("machine api.wandb.ai\n login user\n password not-a-key\n")
+        netrc.chmod(0o600)
+        env = {"HOME": str(tmp_path)}
+        assert logged_in(env)
+        assert not logged_in(env | {"WANDB_BASE_URL": "https://wandb.example.org"})
+        assert logged_in({"HOME": "/nonexistent", "NETRC": str(netrc)})
+
+    def test_a_broken_netrc_is_no_login(self, tmp_path):
+        (tmp_path / ".netrc").write_text("machine\n\x00 what")
+        assert not logged_in({"HOME": str(tmp_path)})
+
+    def test_the_environments_mode_decides_for_auto_only(self, tmp_path):
+        env = {"HOME": str(tmp_path), "WANDB_MODE": "disabled"}
+        assert resolve_mode(WandbConfig(mode="auto"), env) == "disabled"
+        assert resolve_mode(WandbConfig(mode="offline"), env) == "offline"
