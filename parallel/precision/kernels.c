@@ -8,59 +8,56 @@
 #include <stdint.h>
 #include <string.h>
 
-#define CHUNK 4096 /* elements between additions to the 64-bit counters */
+#define CHUNK 4096 /* elements a pass: they stay in the first-level cache between passes */
 
 static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 
-/* The shape of a format: mantissa bits dropped from FP32, exponent bias, and the constant
- * whose last place is the least subnormal, so that adding it rounds a subnormal to even. */
-typedef struct { float max, overflow, min_normal, magic; uint32_t drop, rebias; } format;
-static const format E4M3 = {448.0f, 464.0f, 0x1p-6f, 0x1p14f, 20, (127 - 7) << 3};
-static const format E5M2 = {57344.0f, 61440.0f, 0x1p-14f, 0x1p7f, 21, (127 - 15) << 2};
+typedef struct {
+    float max, overflow, min_normal;
+    uint32_t mantissa; /* bits */
+    uint32_t rebias;   /* difference of the exponent biases, in units of the code */
+} format;
+static const format E4M3 = {448.0f, 464.0f, 0x1p-6f, 3, (127 - 7) << 3};
+static const format E5M2 = {57344.0f, 61440.0f, 0x1p-14f, 2, (127 - 15) << 2};
 
-typedef struct { uint32_t amax, saturated, underflowed, nonfinite; } seen;
-
-/* Quantize n <= CHUNK elements. `code` (FP8 bytes) and `value` (their BF16 values) are
- * scratch or the caller's; both are written. */
-static inline __attribute__((always_inline)) seen quantize_chunk(
-    const uint16_t *restrict x, int n, float scale, const format f,
+/* The BF16 values, and the codes unless NULL, of n <= CHUNK elements.
+ *
+ * Adding and subtracting a power of two whose last FP32 place is the format's last place at
+ * p's magnitude rounds p to even there; below the least normal the place stays put, which
+ * makes the subnormals. NaN runs through the arithmetic. */
+static inline __attribute__((always_inline)) void quantize_chunk(
+    const uint16_t *restrict x, int n, float scale, const format f, int with_code,
     uint8_t *restrict code, uint16_t *restrict value)
 {
-    uint32_t amax = 0, saturated = 0, underflowed = 0, nonfinite = 0;
-    const uint32_t half = (1u << (f.drop - 1)) - 1;
+    const uint32_t least = bits_of(f.min_normal), places = (23 - f.mantissa) << 23;
+    const uint32_t drop = 23 - f.mantissa;
+    const float step = float_of(least - (f.mantissa << 23)); /* the least subnormal */
+    const float magic = float_of(bits_of(step) + (23u << 23));
     for (int i = 0; i < n; i++) {
         uint32_t u = (uint32_t)x[i] << 16;
-        uint32_t magnitude = u & 0x7fffffffu;
-        uint32_t sign = u >> 31;
-        float scaled = float_of(magnitude) * scale;
-        float p = scaled > f.max ? f.max : scaled;
-        uint32_t b = bits_of(p);
-        uint32_t normal = (b + half + ((b >> f.drop) & 1u)) >> f.drop;
-        float shifted = p + f.magic;
-        uint32_t subnormal = bits_of(shifted) - bits_of(f.magic);
-        uint32_t small = p < f.min_normal;
-        uint32_t nan = b > 0x7f800000u;
-        uint32_t c = small ? subnormal : normal - f.rebias;
-        uint32_t v = small ? bits_of(shifted - f.magic) >> 16 : normal << (f.drop - 16);
-        c = nan ? 0x7fu : c;
-        v = nan ? 0x7fc0u : v;
-        code[i] = (uint8_t)(c | sign << 7);
-        value[i] = (uint16_t)(v | sign << 15);
-        uint32_t finite = magnitude < 0x7f800000u;
-        amax = magnitude > amax ? magnitude : amax;
-        nonfinite += 1u - finite;
-        saturated += finite & (uint32_t)(scaled > f.overflow);
-        underflowed += (uint32_t)(magnitude != 0) & (uint32_t)(c == 0);
+        float p = float_of(u & 0x7fffffffu) * scale;
+        p = p > f.max ? f.max : p;
+        uint32_t exponent = bits_of(p) & 0x7f800000u;
+        exponent = exponent > least ? exponent : least;
+        float round = float_of(exponent + places);
+        float v = (p + round) - round;
+        value[i] = (uint16_t)((bits_of(v) | (u & 0x80000000u)) >> 16);
+        if (with_code) {
+            uint32_t subnormal = bits_of(v + magic) - bits_of(magic);
+            uint32_t c = v < f.min_normal ? subnormal : (bits_of(v) >> drop) - f.rebias;
+            c = bits_of(v) > 0x7f800000u ? 0x7fu : c;
+            code[i] = (uint8_t)(c | u >> 31 << 7);
+        }
     }
-    return (seen){amax, saturated, underflowed, nonfinite};
 }
 
-static seen quantize_e4m3(const uint16_t *x, int n, float scale, uint8_t *c, uint16_t *v)
-{ return quantize_chunk(x, n, scale, E4M3, c, v); }
-static seen quantize_e5m2(const uint16_t *x, int n, float scale, uint8_t *c, uint16_t *v)
-{ return quantize_chunk(x, n, scale, E5M2, c, v); }
+static void quantize_e4m3(const uint16_t *x, int n, float s, uint8_t *c, uint16_t *v)
+{ if (c) quantize_chunk(x, n, s, E4M3, 1, c, v); else quantize_chunk(x, n, s, E4M3, 0, c, v); }
+static void quantize_e5m2(const uint16_t *x, int n, float s, uint8_t *c, uint16_t *v)
+{ if (c) quantize_chunk(x, n, s, E5M2, 1, c, v); else quantize_chunk(x, n, s, E5M2, 0, c, v); }
 
+/* Largest magnitude, as the upper half of its FP32 bits: a NaN is the largest. */
 static uint32_t largest(const uint16_t *x, int64_t n)
 {
     uint16_t amax = 0;
@@ -69,6 +66,30 @@ static uint32_t largest(const uint16_t *x, int64_t n)
         amax = magnitude > amax ? magnitude : amax;
     }
     return (uint32_t)amax << 16;
+}
+
+static int zeros(const uint16_t *x, int n)
+{
+    uint16_t count = 0; /* CHUNK fits */
+    for (int i = 0; i < n; i++) count += (x[i] & 0x7fffu) == 0;
+    return count;
+}
+
+static int64_t nonfinite(const uint16_t *x, int64_t n)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) count += (x[i] & 0x7f80u) == 0x7f80u;
+    return count;
+}
+
+static int64_t saturated(const uint16_t *x, int n, float scale, float overflow)
+{
+    int64_t count = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t magnitude = (uint32_t)(x[i] & 0x7fffu) << 16;
+        count += magnitude < 0x7f800000u && float_of(magnitude) * scale > overflow;
+    }
+    return count;
 }
 
 /* Current scaling: see amax_to_scale in scaling.py. */
@@ -81,43 +102,63 @@ static float current_scale(float amax, float fp8_max, float epsilon, int power_o
     return power_of_two ? float_of(bits_of(scale) & 0x7f800000u) : scale;
 }
 
-/* amax holds the bits of a non-negative float: as integers they order the same way, with
- * NaN above infinity, so a NaN is kept. counters: saturated, underflowed, nonfinite, count.
- * `payload` may be NULL. With `current` the scale is computed here and left in *scale; with
+/* One operand of one linear: see TensorSlot. The pointers are into packed tensors.
+ * amax holds the bits of a non-negative float: as integers they order the same way, with
+ * NaN above infinity, so a NaN is kept. */
+typedef struct {
+    float *scale;
+    uint32_t *amax;
+    int64_t *counters; /* saturated, underflowed, nonfinite, count */
+    int32_t e5m2, current, power_of_two;
+    float epsilon;
+} slot;
+
+/* `payload` may be NULL. With `current` the scale is computed here and left in the slot; with
  * delayed scaling it is read there. *scale_inv is written either way. */
-void octavo_quantize(const uint16_t *x, int64_t n, int e5m2, int current, float epsilon,
-                     int power_of_two, float *scale, float *scale_inv, uint32_t *amax,
-                     int64_t *counters, uint8_t *payload, uint16_t *values)
+void octavo_quantize(const slot *to, const uint16_t *x, int64_t n, uint8_t *payload,
+                     uint16_t *values, float *scale_inv)
 {
-    uint8_t scratch[CHUNK];
-    if (current)
-        *scale = current_scale(float_of(largest(x, n)), e5m2 ? E5M2.max : E4M3.max, epsilon,
-                               power_of_two);
-    *scale_inv = 1.0f / *scale;
+    const int e5m2 = to->e5m2;
+    const float fp8_max = e5m2 ? E5M2.max : E4M3.max;
+    const float overflow = e5m2 ? E5M2.overflow : E4M3.overflow;
+    if (to->current)
+        *to->scale = current_scale(float_of(largest(x, n)), fp8_max, to->epsilon,
+                                   to->power_of_two);
+    const float s = *to->scale;
+    int64_t *counters = to->counters;
+    *scale_inv = 1.0f / s;
     for (int64_t at = 0; at < n; at += CHUNK) {
-        int m = n - at < CHUNK ? (int)(n - at) : CHUNK;
-        uint8_t *code = payload ? payload + at : scratch;
-        seen s = e5m2 ? quantize_e5m2(x + at, m, *scale, code, values + at)
-                      : quantize_e4m3(x + at, m, *scale, code, values + at);
-        *amax = s.amax > *amax ? s.amax : *amax;
-        counters[0] += s.saturated;
-        counters[1] += s.underflowed;
-        counters[2] += s.nonfinite;
+        const int m = n - at < CHUNK ? (int)(n - at) : CHUNK;
+        uint8_t *code = payload ? payload + at : NULL;
+        (e5m2 ? quantize_e5m2 : quantize_e4m3)(x + at, m, s, code, values + at);
+        const uint32_t seen = largest(x + at, m);
+        *to->amax = seen > *to->amax ? seen : *to->amax;
+        /* The rare ones are counted only where the largest says that there are some. */
+        if (seen >= 0x7f800000u) counters[2] += nonfinite(x + at, m);
+        if (!(float_of(seen) * s <= overflow)) counters[0] += saturated(x + at, m, s, overflow);
+        counters[1] += zeros(values + at, m) - zeros(x + at, m);
     }
     counters[3] += n;
 }
 
 /* Amax and non-finite values of a tensor that isn't quantized. */
-void octavo_observe(const uint16_t *x, int64_t n, uint32_t *amax, int64_t *counters)
+void octavo_observe(const slot *to, const uint16_t *x, int64_t n)
 {
-    uint32_t seen_amax = largest(x, n);
-    *amax = seen_amax > *amax ? seen_amax : *amax;
-    if (seen_amax >= 0x7f800000u) {
-        int64_t nonfinite = 0;
-        for (int64_t i = 0; i < n; i++) nonfinite += (x[i] & 0x7f80u) == 0x7f80u;
-        counters[2] += nonfinite;
+    const uint32_t seen = largest(x, n);
+    *to->amax = seen > *to->amax ? seen : *to->amax;
+    if (seen >= 0x7f800000u) to->counters[2] += nonfinite(x, n);
+    to->counters[3] += n;
+}
+
+/* y * (a * b) in FP32, rounded to BF16 to even, in place. */
+void octavo_rescale(uint16_t *y, int64_t n, const float *a, const float *b)
+{
+    const float scale = *a * *b;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = bits_of(float_of((uint32_t)y[i] << 16) * scale);
+        uint32_t rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
+        y[i] = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
     }
-    counters[3] += n;
 }
 
 /* BF16 values of FP8 bytes. Shifting the code into FP32's fields leaves an exponent that
@@ -137,6 +178,94 @@ void octavo_upcast(const uint8_t *restrict code, int64_t n, int e5m2, uint16_t *
             uint32_t v = bits_of(float_of(c << 20) * 0x1p120f) >> 16;
             v = c == 0x7fu ? 0x7fc0u : v;
             values[i] = (uint16_t)(v | (uint32_t)(code[i] >> 7) << 15);
+        }
+    }
+}
+
+/* One block at scale: codes, squared error and squared norm in scaled units. */
+static inline __attribute__((always_inline)) void block_chunk(
+    const float *restrict x, int n, float scale, const format f, uint8_t *restrict code,
+    float *err, float *norm)
+{
+    const uint32_t least = bits_of(f.min_normal), drop = 23 - f.mantissa, places = drop << 23;
+    const float magic = float_of(least - (f.mantissa << 23) + (23u << 23));
+    float e = 0.0f, s = 0.0f;
+#pragma omp simd reduction(+ : e, s)
+    for (int i = 0; i < n; i++) {
+        uint32_t u = bits_of(x[i]);
+        float p = float_of(u & 0x7fffffffu) * scale;
+        uint32_t exponent = bits_of(p) & 0x7f800000u;
+        exponent = exponent > least ? exponent : least;
+        float round = float_of(exponent + places);
+        float v = (p + round) - round;
+        v = v > f.max ? f.max : v;
+        uint32_t subnormal = bits_of(v + magic) - bits_of(magic);
+        uint32_t c = v < f.min_normal ? subnormal : (bits_of(v) >> drop) - f.rebias;
+        code[i] = (uint8_t)(c | u >> 31 << 7);
+        e += (v - p) * (v - p);
+        s += p * p;
+    }
+    *err = e;
+    *norm = s;
+}
+
+/* Blocks of the gradient exchange: see block_quantize in parallel/gradients.py. n values of x
+ * fill the first of nblocks blocks, zeros the rest; error[0] and error[1] grow by the squared
+ * rounding error and the squared norm of the finite blocks. A block's scale byte is the
+ * exponent of its scale_inv, rounded up, 255 for NaN. */
+void octavo_block_quantize(const float *restrict x, int64_t n, int64_t nblocks, int32_t block,
+                           int32_t e5m2, uint8_t *restrict payload, uint8_t *restrict scales,
+                           double *restrict error)
+{
+    const format f = e5m2 ? E5M2 : E4M3;
+    for (int64_t b = 0; b < nblocks; b++) {
+        const int64_t left = n - b * block;
+        const int m = left <= 0 ? 0 : left < block ? (int)left : block;
+        const float *restrict in = x + b * block;
+        uint8_t *restrict code = payload + b * block;
+        uint32_t amax = 0;
+        for (int i = 0; i < m; i++) {
+            uint32_t magnitude = bits_of(in[i]) & 0x7fffffffu;
+            amax = magnitude > amax ? magnitude : amax;
+        }
+        if (amax >= 0x7f800000u) {
+            memset(code, 0, block);
+            scales[b] = 255;
+            continue;
+        }
+        const uint32_t e = (bits_of(float_of(amax) / f.max) + 0x7fffffu) >> 23;
+        const float scale = float_of((254u - e) << 23);
+        float err = 0.0f, norm = 0.0f;
+        if (e5m2) block_chunk(in, m, scale, E5M2, code, &err, &norm);
+        else block_chunk(in, m, scale, E4M3, code, &err, &norm);
+        memset(code + m, 0, block - m);
+        scales[b] = (uint8_t)e;
+        const double inverse = ldexp(1.0, (int)e - 127);
+        error[0] += err * inverse * inverse;
+        error[1] += norm * inverse * inverse;
+    }
+}
+
+/* The values of n elements of blocks, or, with `add`, added to what `out` holds. */
+void octavo_block_dequantize(const uint8_t *restrict payload, const uint8_t *restrict scales,
+                             int64_t n, int32_t block, int32_t e5m2, int32_t add,
+                             float *restrict out)
+{
+    for (int64_t b = 0; b * block < n; b++) {
+        const int64_t left = n - b * block;
+        const int m = left < block ? (int)left : block;
+        const uint32_t e = scales[b];
+        /* The exponent 0 stands for blocks of zeros; 255 is NaN, whatever the payload. */
+        const float inverse = float_of(e == 255 ? 0x7fc00000u : e << 23);
+        const float mend = e5m2 ? 0x1p112f : 0x1p120f;
+        const int shift = e5m2 ? 21 : 20;
+        const uint8_t *restrict code = payload + b * block;
+        float *restrict to = out + b * block;
+        for (int i = 0; i < m; i++) {
+            uint32_t c = code[i];
+            float magnitude = float_of((c & 0x7fu) << shift) * mend;
+            float v = float_of(bits_of(magnitude) | (c >> 7 << 31)) * inverse;
+            to[i] = add ? to[i] + v : v;
         }
     }
 }

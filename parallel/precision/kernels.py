@@ -24,16 +24,33 @@ logger = logging.getLogger(__name__)
 Library = ctypes.CDLL
 """The loaded casts."""
 
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_FLAGS = (
+    *("-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fno-math-errno"),
+    *("-shared", "-fPIC"),
+)
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "octavo_quantize": (
-        *(_POINTER, _LONG, _INT, _INT, _FLOAT, _INT),
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
-    ),
-    "octavo_observe": (_POINTER, _LONG, _POINTER, _POINTER),
+    "octavo_quantize": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER),
+    "octavo_observe": (_POINTER, _POINTER, _LONG),
     "octavo_upcast": (_POINTER, _LONG, _INT, _POINTER),
+    "octavo_rescale": (_POINTER, _LONG, _POINTER, _POINTER),
+    "octavo_block_quantize": (_POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _POINTER),
+    "octavo_block_dequantize": (_POINTER, _POINTER, _LONG, _INT, _INT, _INT, _POINTER),
 }
+
+
+class Slot(ctypes.Structure):
+    """``slot`` of ``kernels.c``."""
+
+    _fields_ = (
+        ("scale", _POINTER),
+        ("amax", _POINTER),
+        ("counters", _POINTER),
+        ("e5m2", ctypes.c_int32),
+        ("current", ctypes.c_int32),
+        ("power_of_two", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
+    )
 
 
 @functools.cache

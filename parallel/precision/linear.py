@@ -22,19 +22,36 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from parallel.config import Precision
+from parallel.precision import kernels
 from parallel.precision.quantize import Quantized, TensorSlot
 from parallel.precision.recipes import Role
 
 
-def scaled_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """``a @ b * scale`` in BF16, with FP32 accumulation and an FP32 ``scale`` (a scalar)."""
+def scaled_product(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor,
+    b_scale_inv: Tensor,
+    library: kernels.Library | None = None,
+) -> Tensor:
+    """``a @ b * (a_scale_inv * b_scale_inv)`` in BF16, with FP32 sums and FP32 scales."""
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32).mul_(scale).to(torch.bfloat16)
-    # A scalar tensor on CPU takes part at FP32 inside the kernel, not rounded to BF16.
-    return torch.mm(a, b).mul_(scale)
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        return product.mul_(a_scale_inv * b_scale_inv).to(torch.bfloat16)
+    product = torch.mm(a, b)
+    if library is None:
+        # A scalar tensor on CPU takes part at FP32 inside the kernel, not rounded to BF16.
+        return product.mul_(a_scale_inv * b_scale_inv)
+    library.octavo_rescale(
+        product.data_ptr(), product.numel(), a_scale_inv.data_ptr(), b_scale_inv.data_ptr()
+    )
+    return product
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.bfloat16 else x.to(torch.bfloat16)
 
 
 class BF16Linear(nn.Linear):
@@ -96,7 +113,7 @@ class Float8Linear(nn.Linear):
     def quantized_weight(self) -> Quantized:
         """wq_OI, quantized at the first call after ``forget_weight``."""
         if self._weight_q is None:
-            weight = self.weight.detach().to(torch.bfloat16)
+            weight = _bf16(self.weight.detach())
             self._weight_q = self.slot("weight").quantize(weight, keep_payload=False)
         return self._weight_q
 
@@ -106,9 +123,9 @@ class Float8Linear(nn.Linear):
         self._weight_seen = False
 
     def _observe_operands(self, input: Tensor) -> None:
-        self.slot("input").observe(input.detach().to(torch.bfloat16))
+        self.slot("input").observe(_bf16(input.detach()))
         if not self._weight_seen:
-            self.slot("weight").observe(self.weight.detach().to(torch.bfloat16))
+            self.slot("weight").observe(_bf16(self.weight.detach()))
             self._weight_seen = True
 
     def extra_repr(self) -> str:
@@ -128,10 +145,11 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, layer: Float8Linear) -> Tensor:
-        x_TI = input.detach().reshape(-1, layer.in_features).to(torch.bfloat16)
-        x = layer.slot("input").quantize(x_TI, keep_payload=weight.requires_grad)
+        slot = layer.slot("input")
+        x_TI = _bf16(input.reshape(-1, layer.in_features))
+        x = slot.quantize(x_TI, keep_payload=weight.requires_grad)
         w = layer.quantized_weight()
-        y_TO = scaled_product(x.values, w.values.t(), x.scale_inv * w.scale_inv)
+        y_TO = scaled_product(x.values, w.values.t(), x.scale_inv, w.scale_inv, slot.library)
         # The weight's BF16 values are kept, not its FP8 payload: all micro-batches share them.
         ctx.save_for_backward(x.payload, x.scale_inv, w.values, w.scale_inv)
         ctx.layer = layer
@@ -140,20 +158,23 @@ class _Float8Product(torch.autograd.Function):
         return y_TO.view(*input.shape[:-1], layer.out_features).to(input.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("an FP8 linear has no second derivative (create_graph=True)")
         layer: Float8Linear = ctx.layer
         payload_TI, x_scale_inv, wq_OI, w_scale_inv = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
-        g_TO = grad_output.reshape(-1, layer.out_features).to(torch.bfloat16)
-        g = layer.slot("grad_output").quantize(g_TO, keep_payload=False)
+        slot = layer.slot("grad_output")
+        library = slot.library
+        g_TO = _bf16(grad_output.reshape(-1, layer.out_features))
+        g = slot.quantize(g_TO, keep_payload=False)
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            dx_TI = scaled_product(g.values, wq_OI, g.scale_inv * w_scale_inv)
+            dx_TI = scaled_product(g.values, wq_OI, g.scale_inv, w_scale_inv, library)
             grad_input = dx_TI.view(ctx.input_shape).to(input_dtype)
         if ctx.needs_input_grad[1]:
             xq_TI = layer.slot("input").upcast(payload_TI)
-            dw_OI = scaled_product(g.values.t(), xq_TI, g.scale_inv * x_scale_inv)
+            dw_OI = scaled_product(g.values.t(), xq_TI, g.scale_inv, x_scale_inv, library)
             grad_weight = dw_OI.to(weight_dtype)
         return grad_input, grad_weight, None
 
@@ -168,5 +189,5 @@ class _ObserveGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        ctx.slot.observe(grad_output.detach().to(torch.bfloat16))
+        ctx.slot.observe(_bf16(grad_output.detach()))
         return grad_output, None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.precision import scaling
+from parallel.precision import kernels, scaling
 from parallel.precision.formats import Float8Format, saturating_cast, upcast
 from parallel.precision.recipes import Recipe
 
@@ -37,18 +37,6 @@ class Quantized:
 class TensorSlot:
     """What is known of one operand of one linear, as views into packed tensors."""
 
-    __slots__ = (
-        "_addresses",
-        "_kernels",
-        "amax",
-        "collect",
-        "counters",
-        "format",
-        "recipe",
-        "scale",
-        "unobserved",
-    )
-
     def __init__(
         self,
         format: Float8Format,
@@ -56,7 +44,7 @@ class TensorSlot:
         amax: Tensor,
         scale: Tensor,
         counters: Tensor,
-        kernels: ctypes.CDLL | None,
+        library: kernels.Library | None,
     ) -> None:
         """``amax``, ``scale``: float32 scalars; ``counters``: int64 [4]; live views."""
         self.format = format
@@ -65,9 +53,19 @@ class TensorSlot:
         self.scale = scale
         self.counters = counters
         self.collect = True
-        self._kernels = kernels
-        self._addresses = (scale.data_ptr(), amax.data_ptr(), counters.data_ptr())
+        self.library = library
         self.unobserved: TensorSlot | None = None
+        # Addresses stay good for the slot's life: packed tensors change in place only.
+        self._native = kernels.Slot(
+            scale=scale.data_ptr(),
+            amax=amax.data_ptr(),
+            counters=counters.data_ptr(),
+            e5m2=format.code,
+            current=recipe.scaling == "current",
+            power_of_two=recipe.power_of_two,
+            epsilon=recipe.epsilon,
+        )
+        self._address = ctypes.addressof(self._native)
 
     def without_observation(self) -> TensorSlot:
         """A slot with the same scale whose amax and counters are kept nowhere."""
@@ -79,41 +77,33 @@ class TensorSlot:
                 torch.zeros_like(self.amax),
                 self.scale.clone() if own_scale else self.scale,
                 torch.zeros_like(self.counters),
-                self._kernels,
+                self.library,
             )
         return self.unobserved
 
     def quantize(self, x: Tensor, *, keep_payload: bool) -> Quantized:
         """Round a BF16 tensor with this slot's scale (delayed) or its own (current)."""
-        if self._kernels is None:
+        if self.library is None:
             return self._quantize_plain(x, keep_payload)
         x = x.contiguous()
         values = torch.empty_like(x)
         payload = torch.empty_like(x, dtype=self.format.dtype) if keep_payload else None
         scale_inv = torch.empty((), dtype=torch.float32)
-        scale, amax, counters = self._addresses
-        self._kernels.octavo_quantize(
+        self.library.octavo_quantize(
+            self._address,
             x.data_ptr(),
             x.numel(),
-            self.format.code,
-            self.recipe.scaling == "current",
-            self.recipe.epsilon,
-            self.recipe.power_of_two,
-            scale,
-            scale_inv.data_ptr(),
-            amax,
-            counters,
             None if payload is None else payload.data_ptr(),
             values.data_ptr(),
+            scale_inv.data_ptr(),
         )
         return Quantized(values, scale_inv, payload)
 
     def observe(self, x: Tensor) -> None:
         """See a BF16 tensor that is not quantized: amax, non-finite values, count."""
-        if self._kernels is not None:
+        if self.library is not None:
             x = x.contiguous()
-            _, amax, counters = self._addresses
-            self._kernels.octavo_observe(x.data_ptr(), x.numel(), amax, counters)
+            self.library.octavo_observe(self._address, x.data_ptr(), x.numel())
             return
         if x.numel() == 0:
             return
@@ -124,10 +114,10 @@ class TensorSlot:
 
     def upcast(self, payload: Tensor) -> Tensor:
         """BF16 values of this slot's FP8 payload."""
-        if self._kernels is None:
+        if self.library is None:
             return upcast(payload, self.format)
         values = torch.empty_like(payload, dtype=torch.bfloat16)
-        self._kernels.octavo_upcast(
+        self.library.octavo_upcast(
             payload.data_ptr(), payload.numel(), self.format.code, values.data_ptr()
         )
         return values
