@@ -1,0 +1,176 @@
+"""Snapshots on their way out of the rank: described, hashed, to the keeper, to disk.
+
+One thread a rank does it beside the training. Promises: a snapshot is leased from the ring
+until it has gone everywhere, so that what is hashed, sent and written is one state; a
+copy that can't be made is reported and never ends the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from launch.background import yield_to_training
+from launch.checkpoints import write_rank_file
+from launch.commands import CopyFailed, Report, SnapshotReport
+from launch.snapshot_ring import Slot, SnapshotRing
+from launch.snapshots import SnapshotKey, SnapshotStore, digest_of
+
+Tier = Literal["ring", "memory", "disk"]
+
+_STORE_PAUSE_S = 60.0
+"""How long the keeper is left alone after it failed: a hung one must not hold up the ring."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Shipment:
+    slot: Slot
+    key: SnapshotKey
+    to_disk: bool
+    dropped: bool = False
+
+
+class Shipper:
+    """The thread, its queue, and what became of the copies on disk."""
+
+    def __init__(
+        self,
+        ring: SnapshotRing,
+        store: SnapshotStore | None,
+        job_dir: Path,
+        send: Callable[[Report], None],
+    ) -> None:
+        self._ring = ring
+        self._store = store
+        self._store_resumes = 0.0
+        self._job_dir = job_dir
+        self._send = send
+        self._queue: deque[_Shipment] = deque()
+        self._changed = threading.Condition()
+        self._current: _Shipment | None = None
+        self._closed = False
+        self._disk_errors: dict[int, str] = {}
+        self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
+        self._thread.start()
+
+    def ship(self, slot: Slot, *, to_disk: bool) -> None:
+        """Send a snapshot just taken on its way; returns at once."""
+        assert slot.key is not None
+        self._ring.lease(slot)
+        with self._changed:
+            self._queue.append(_Shipment(slot, slot.key, to_disk))
+            self._changed.notify_all()
+
+    def drop_after(self, step: int) -> None:
+        """Give up what is queued of later steps: they were rolled back."""
+        with self._changed:
+            for shipment in [*self._queue, *([self._current] if self._current else [])]:
+                if shipment.key.step > step:
+                    shipment.dropped = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until everything has gone out; False if it hasn't by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._current, timeout_s)
+
+    def disk_error(self, step: int) -> str | None:
+        """Why the copy of ``step`` isn't on disk, if it failed."""
+        return self._disk_errors.get(step)
+
+    def close(self) -> None:
+        """End the thread after the shipment it is at; the rest is given up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        yield_to_training()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                self._current = shipment = self._queue.popleft()
+            try:
+                self._carry(shipment)
+            finally:
+                self._ring.release(shipment.slot)
+                with self._changed:
+                    self._current = None
+                    self._changed.notify_all()
+
+    def _carry(self, shipment: _Shipment) -> None:
+        tiers: list[tuple[Tier, Callable[[_Shipment], str]]] = [("ring", self._seal)]
+        # A checkpoint somebody waits for goes first.
+        if shipment.to_disk:
+            tiers.append(("disk", self._to_disk))
+        if self._store is not None:
+            tiers.append(("memory", self._to_store))
+        for tier, carry in tiers:
+            if shipment.dropped:
+                return
+            try:
+                path = carry(shipment)
+            except Exception as error:  # noqa: BLE001 - a copy less is reported, never fatal
+                self._failed(shipment, tier, error)
+                if tier == "ring":
+                    return
+            else:
+                self._report(shipment, tier, path)
+
+    def _seal(self, shipment: _Shipment) -> str:
+        """Write the header into the block and hash the whole."""
+        slot = shipment.slot
+        if slot.ready is not None:
+            slot.ready.synchronize()
+        header = self._ring.layout.header(slot.meta)
+        slot.block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        slot.digest = digest_of(slot.block.numpy())
+        return ""
+
+    def _to_store(self, shipment: _Shipment) -> str:
+        assert self._store is not None and shipment.slot.digest is not None
+        if time.monotonic() < self._store_resumes:
+            raise RuntimeError("the keeper failed a moment ago and is left alone for a while")
+        try:
+            self._store.put(shipment.key, shipment.slot.block.numpy(), shipment.slot.digest)
+        except Exception:
+            self._store_resumes = time.monotonic() + _STORE_PAUSE_S
+            raise
+        return ""
+
+    def _to_disk(self, shipment: _Shipment) -> str:
+        assert shipment.slot.digest is not None
+        path = write_rank_file(
+            self._job_dir, shipment.key, shipment.slot.block.numpy(), shipment.slot.digest
+        )
+        self._disk_errors.pop(shipment.key.step, None)
+        return str(path)
+
+    def _report(self, shipment: _Shipment, tier: Tier, path: str) -> None:
+        key, slot = shipment.key, shipment.slot
+        nbytes, digest = slot.block.numel(), slot.digest
+        assert digest is not None
+        self._send(
+            SnapshotReport(
+                key.attempt, key.timeline, key.rank, key.step, tier, nbytes, digest, path
+            )
+        )
+
+    def _failed(self, shipment: _Shipment, tier: Tier, error: Exception) -> None:
+        key = shipment.key
+        text = f"{type(error).__name__}: {error}"
+        logger.warning("step %d was not copied to tier %s: %s", key.step, tier, text)
+        if shipment.to_disk and tier in ("ring", "disk"):
+            self._disk_errors[key.step] = text
+        self._send(CopyFailed(key.attempt, key.timeline, key.rank, key.step, tier, text))

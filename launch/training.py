@@ -1,0 +1,359 @@
+"""The training loop of one rank around its engine.
+
+    result = TrainingLoop(assignment, mailbox, outbox, keeper).run()
+
+One step is: drills, batch, engine, agree, commands, snapshot, report. Promises: rolled
+back or restarted, the loop reproduces the same losses to the bit when data and precision
+are the same; a command takes effect on all ranks at the same step boundary; hashing,
+shipping, writing and reporting are other threads' work. Ray-free: whoever runs it brings
+an outbox and a store.
+
+Control state (skip ledger, precision, learning-rate factor, timeline) belongs to the
+supervisor: it comes with the assignment and changes by command only. A rollback brings
+back tensors, counters and generators; the precision in force stays, changed by the command.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.checkpoints import read_rank_file
+from launch.commands import (
+    Assignment,
+    Command,
+    DrillReport,
+    RankReport,
+    RankResult,
+    RestorePoint,
+    Rollback,
+    RollbackReport,
+    SetPrecision,
+    Stop,
+)
+from launch.config import RunConfig
+from launch.data import DataError, TokenStream, batch_of
+from launch.drills import Drills
+from launch.mailbox import Mailbox
+from launch.process_group import agree, join, require_same
+from launch.random_state import RandomState
+from launch.reporter import Outbox, Reporter
+from launch.schedule import lr_at
+from launch.shipping import Shipper
+from launch.snapshot_ring import SnapshotRing
+from launch.snapshots import (
+    DamagedSnapshotError,
+    MismatchedSnapshotError,
+    MissingSnapshotError,
+    SnapshotKey,
+    SnapshotStore,
+    StoredSnapshot,
+    refuse_damaged,
+)
+from launch.state_block import load_into, unpack
+from parallel.config import Precision
+from parallel.engine import Engine, StepResult, TrainingNumbers, build_engine
+
+WRITE_TIMEOUT_S = 600.0
+"""How long a rank that ends waits for its last checkpoint file."""
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """One rank of one attempt; ``run`` is called once."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        mailbox: Mailbox,
+        outbox: Outbox,
+        keeper: SnapshotStore | None = None,
+    ) -> None:
+        """``outbox`` is called by the loop's reporter thread, ``keeper`` by its shipper."""
+        self._assignment = assignment
+        self._run_config = assignment.run
+        self._mailbox = mailbox
+        self._keeper = keeper
+        self._reporter = Reporter(outbox)
+        self._step = 0
+        self._timeline = assignment.timeline
+        self._ledger = frozenset(assignment.ledger)
+        self._lr_scale = assignment.lr_scale
+        self._command = 0
+        self._stop: Stop | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that runs now or next."""
+        return self._step
+
+    def run(self) -> RankResult:
+        """Train until the last step or a Stop; returns once a last checkpoint is written.
+
+        Raises JoinError, SnapshotError when the state to start from can't be used, DataError,
+        RanksDisagreeError, and what DeepSpeed raises. No collective is called on the way out.
+        """
+        try:
+            self._prepare()
+            while self._stop is None and self._step < self._run_config.training.steps:
+                self._train_step()
+            return self._finish()
+        finally:
+            self._reporter.close()
+            if hasattr(self, "_shipper"):
+                self._shipper.close()
+
+    def _train_step(self) -> None:
+        started = time.perf_counter()
+        step = self._step
+        drills = self._drills.fire(step)
+        batch = batch_of(step, self._ledger)
+        lr = lr_at(step, self._run_config.training, self._lr_scale)
+        result = self._engine.train_step(self._micro_batches(batch), lr)
+        command = agree(self._world, self._mailbox.newest(), step, result.skipped)
+        report = self._measure(step, batch, lr, drills, result)
+        self._step += 1
+        restoring_s = self._apply(self._mailbox.take(command))
+        self._snapshot_if_due()
+        self._report(report, result, time.perf_counter() - started - restoring_s)
+
+    def _prepare(self) -> None:
+        """Everything before the first step; ranks meet here."""
+        assignment, run = self._assignment, self._run_config
+        started = time.perf_counter()
+        self._world = join(assignment)
+        self._stream = TokenStream(run.data, run.training.seq_len)
+        require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
+        self._engine = _engine_of(run)
+        self._random = RandomState()
+        self._tensors = {**self._engine.live_tensors(), **self._random.tensors}
+        if assignment.restore is not None:
+            self._restore(assignment.restore)
+        self._engine.set_precision(assignment.precision)
+        self._ring = SnapshotRing(run.snapshots.keep, self._tensors, len(str(self._meta())))
+        self._shipper = Shipper(
+            self._ring, self._keeper, Path(assignment.job_dir), self._reporter.send
+        )
+        self._drills = Drills(
+            run.drills,
+            rank=assignment.rank,
+            fired=assignment.fired_drills,
+            target=self._engine,
+            announce=self._announce_drill,
+        )
+        self._snapshot(to_disk=False)
+        seconds = time.perf_counter() - started
+        logger.info(
+            "attempt %d: ready for step %d after %.2f s", assignment.attempt, self._step, seconds
+        )
+
+    def _micro_batches(self, batch: int) -> Any:
+        training, parallelism = self._run_config.training, self._run_config.parallelism
+        assert parallelism.data is not None
+        assert training.train_micro_batch_size_per_gpu is not None
+        assert training.gradient_accumulation_steps is not None
+        return self._stream.micro_batches(
+            batch,
+            self._engine.coordinate.data,
+            parallelism.data,
+            training.train_micro_batch_size_per_gpu,
+            training.gradient_accumulation_steps,
+        )
+
+    def _apply(self, commands: list[Command]) -> float:
+        """Carry out what was agreed on; returns the seconds that restores took."""
+        restoring_s = 0.0
+        for command in commands:
+            self._command = command.number
+            order = command.order
+            logger.info("command %d before step %d: %s", command.number, self._step, order)
+            if isinstance(order, Rollback):
+                restoring_s += self._roll_back(order)
+            elif isinstance(order, SetPrecision):
+                self._engine.set_precision(order.precision)
+            else:
+                self._stop = order
+        return restoring_s
+
+    def _roll_back(self, order: Rollback) -> float:
+        started = time.perf_counter()
+        in_force: dict[str, Precision] = self._engine.scope.precision()
+        self._shipper.drop_after(order.to_step)
+        meta = self._ring.restore(order.to_step, self._assignment.rank)
+        self._engine.load_meta(meta["engine"])
+        self._random.restore()
+        self._engine.set_precision({**in_force, **(order.precision or {})})
+        self._step = order.to_step
+        self._timeline = order.timeline
+        self._ledger |= set(order.skip_batches)
+        if order.lr_scale is not None:
+            self._lr_scale = order.lr_scale
+        seconds = time.perf_counter() - started
+        self._reporter.send(
+            RollbackReport(
+                self._assignment.attempt,
+                self._timeline,
+                self._assignment.rank,
+                self._step,
+                time.time(),
+                seconds,
+            )
+        )
+        return seconds
+
+    def _snapshot_if_due(self) -> None:
+        run = self._run_config
+        every = run.checkpoint.every
+        stopping = self._stop is not None and self._stop.checkpoint
+        if self._step in self._ring.steps() and not stopping:
+            return  # just rolled back to it
+        to_disk = (
+            stopping or self._step == run.training.steps or (every > 0 and self._step % every == 0)
+        )
+        if to_disk or self._step % run.snapshots.every == 0:
+            self._snapshot(to_disk)
+
+    def _snapshot(self, to_disk: bool) -> None:
+        self._random.capture()
+        slot = self._ring.take(self._key(), self._meta())
+        self._shipper.ship(slot, to_disk=to_disk)
+
+    def _key(self) -> SnapshotKey:
+        a = self._assignment
+        return SnapshotKey(a.job, a.attempt, self._timeline, a.rank, self._step)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "step": self._step,
+            "timeline": self._timeline,
+            "ledger": sorted(self._ledger),
+            "lr_scale": self._lr_scale,
+            "data": self._stream.fingerprint,
+            "engine": self._engine.meta(),
+        }
+
+    def _restore(self, point: RestorePoint) -> None:
+        """Load the state that the attempt starts from, or raise a SnapshotError."""
+        rank = self._assignment.rank
+        stored = self._fetch(point)
+        try:
+            meta, tensors = unpack(stored.payload)
+        except ValueError as error:
+            raise DamagedSnapshotError(rank, point.step, point.tier, str(error)) from error
+        if meta["data"] != self._stream.fingerprint:
+            raise DataError(
+                f"{self._run_config.data.source} has other files or sizes than when the state "
+                f"of step {point.step} was saved: the same batches would be other text"
+            )
+        try:
+            load_into(self._tensors, tensors)
+            self._engine.load_meta(meta["engine"])
+        except ValueError as error:
+            raise MismatchedSnapshotError(rank, point.step, point.tier, str(error)) from error
+        self._random.restore()
+        self._step = point.step
+
+    def _fetch(self, point: RestorePoint) -> StoredSnapshot:
+        a = self._assignment
+        if point.tier == "disk":
+            return read_rank_file(point.path, a.rank, point.step)
+        key = SnapshotKey(a.job, point.attempt, point.timeline, a.rank, point.step)
+        stored = None if self._keeper is None else self._keeper.get(key)
+        if stored is None:
+            raise MissingSnapshotError(a.rank, point.step, "memory", "the keeper doesn't hold it")
+        refuse_damaged(stored, a.rank, point.step, "memory")
+        return stored
+
+    def _measure(
+        self, step: int, batch: int, lr: float, drills: tuple[int, ...], result: StepResult
+    ) -> dict[str, Any]:
+        """What must be taken before anything else changes; device values stay there."""
+        names, statistics = self._engine.scope.statistics()
+        scope = self._engine.scope
+        in_bf16 = [name for name, p in scope.precision().items() if p == "bf16"]
+        return {
+            "attempt": self._assignment.attempt,
+            "timeline": self._timeline,
+            "rank": self._assignment.rank,
+            "step": step,
+            "time": time.time(),
+            "batch": batch,
+            "lr": lr,
+            "skipped": result.skipped,
+            "nonfinite_parameters": result.nonfinite_parameters,
+            "comm": self._engine.take_exchange_statistics(),
+            "stats_names": names,
+            "stats": statistics,
+            "high_precision_layers": (*scope.fixed_layers, *in_bf16),
+            "drills": drills,
+        }
+
+    def _report(self, measured: dict[str, Any], result: StepResult, seconds: float) -> None:
+        training = self._run_config.training
+        command = self._command
+        tokens = (training.train_batch_size or 0) * training.seq_len
+
+        def report() -> RankReport:
+            statistics = measured.pop("stats").cpu().numpy()
+            return RankReport(
+                **measured,
+                stats=statistics.astype("<f4", copy=False).tobytes(),
+                loss=float(result.loss),
+                grad_norm=result.grad_norm,
+                nonfinite_loss=bool(result.nonfinite_loss),
+                tokens=tokens,
+                step_time_s=seconds,
+                command=command,
+            )
+
+        self._reporter.send(report)
+
+    def _announce_drill(self, drill: int, step: int) -> bool:
+        a = self._assignment
+        self._reporter.send(
+            DrillReport(a.attempt, self._timeline, a.rank, step, time.time(), drill)
+        )
+        return self._reporter.flush()
+
+    def _finish(self) -> RankResult:
+        """Wait for the last copies, then say how it ended."""
+        import torch.distributed as dist
+
+        reason: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
+        detail = "" if self._stop is None else self._stop.reason
+        if not self._shipper.wait(WRITE_TIMEOUT_S):
+            detail = f"copies of step {self._step} were still on their way at the end"
+        if (error := self._shipper.disk_error(self._step)) is not None:
+            detail = f"no checkpoint of step {self._step}: {error}"
+        self._reporter.close()
+        dist.destroy_process_group()
+        return RankResult(self._assignment.rank, self._step, reason, detail)
+
+
+def _engine_of(run: RunConfig) -> Engine:
+    training = run.training
+    assert training.train_micro_batch_size_per_gpu is not None
+    assert training.gradient_accumulation_steps is not None
+    numbers = TrainingNumbers(
+        micro_batch_size=training.train_micro_batch_size_per_gpu,
+        accumulation_steps=training.gradient_accumulation_steps,
+        seq_len=training.seq_len,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        max_norm=training.max_norm,
+        seed=training.seed,
+    )
+    return build_engine(
+        parallelism=run.parallelism,
+        model=run.model,
+        numbers=numbers,
+        precision=run.precision,
+        fp8=run.fp8,
+        communication_data_type=run.communication_data_type,
+        gradient_exchange=run.gradient_exchange,
+        deepspeed=run.deepspeed,
+    )

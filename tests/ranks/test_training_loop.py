@@ -1,0 +1,359 @@
+"""The loop of four real ranks (PP2×DP2, FP8): rollback, restart and stop, compared bit for bit."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.checkpoints import commit_checkpoint, newest_checkpoint
+from launch.commands import (
+    Assignment,
+    Command,
+    CopyFailed,
+    DrillReport,
+    Order,
+    RankReport,
+    RankResult,
+    Report,
+    RestorePoint,
+    Rollback,
+    RollbackReport,
+    SetPrecision,
+    SnapshotReport,
+    Stop,
+)
+from launch.config import RunConfig
+from launch.keeper import Keeper
+from launch.mailbox import Mailbox
+from tests.ranks.launch_ranks import run_ranks
+
+WORLD = 4
+STEPS = 12
+SURGE = {"kind": "weight_surge", "step": 6, "layer": 2, "factor": 30.0}
+NAN = {"kind": "nonfinite_gradient", "step": 7, "rank": 3}
+
+
+@dataclass(frozen=True)
+class Post:
+    """Post ``order`` on a rank once that rank has reported step ``after[rank]``."""
+
+    number: int
+    order: Order
+    after: tuple[int, int, int, int]
+
+
+@dataclass
+class Seen:
+    """What one rank told, in order."""
+
+    rank: int
+    result: RankResult | None = None
+    reports: list[RankReport] = field(default_factory=list)
+    copies: list[SnapshotReport] = field(default_factory=list)
+    others: list[Report] = field(default_factory=list)
+    held: dict[Any, Any] = field(default_factory=dict)
+
+    def losses(self, timeline: int = 0) -> dict[int, bytes]:
+        """Bits of the loss by step."""
+        return {r.step: _bits(r.loss) for r in self.reports if r.timeline == timeline}
+
+    def copied(self, tier: str) -> list[int]:
+        return [c.step for c in self.copies if c.tier == tier]
+
+
+def _bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def _config(corpus: str, zero_stage: int, recipe: str, **more: Any) -> RunConfig:
+    values = {
+        "num_nodes": 1,
+        "slots_per_node": WORLD,
+        "parallelism": {"pipeline": 2, "data": 2, "zero_stage": zero_stage},
+        "model": {"hidden_size": 64, "num_layers": 4, "num_heads": 2, "ffn_size": 96},
+        "data": {"source": corpus, "shuffle_seed": 1},
+        "training": {
+            "steps": STEPS,
+            "seq_len": 32,
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "lr": 3e-3,
+            "warmup_steps": 3,
+        },
+        "fp8": {"recipe": recipe, "amax_history_len": 8},
+        "gradient_exchange": {"min_size": 1024},
+        "snapshots": {"every": 4, "keep": 3},
+        "checkpoint": {"every": 0},
+    }
+    return RunConfig.model_validate({**values, **more})
+
+
+def _body(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    job_dir: str,
+    posts: Sequence[Post],
+    start: dict[str, Any],
+    held: Sequence[dict[Any, Any]],
+) -> Seen:
+    import os
+
+    from launch.training import TrainingLoop
+
+    fields: dict[str, Any] = {
+        "attempt": 1,
+        "timeline": 0,
+        "restore": None,
+        "ledger": (),
+        "precision": {},
+        "lr_scale": 1.0,
+        "fired_drills": (),
+        **start,
+    }
+    assignment = Assignment(
+        job="job",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=int(os.environ["MASTER_PORT"]),
+        job_dir=job_dir,
+        run=config,
+        **fields,
+    )
+    mailbox = Mailbox(assignment.attempt)
+    seen = Seen(rank)
+    waiting = list(posts)
+
+    def outbox(batch: Sequence[Report]) -> None:
+        for report in batch:
+            if isinstance(report, RankReport):
+                seen.reports.append(report)
+            elif isinstance(report, SnapshotReport):
+                seen.copies.append(report)
+            else:
+                seen.others.append(report)
+        while waiting and seen.reports and seen.reports[-1].step >= waiting[0].after[rank]:
+            post = waiting.pop(0)
+            mailbox.post(Command(assignment.attempt, post.number, post.order))
+
+    keeper = Keeper(config.snapshots.keep)
+    if held:
+        for key, (payload, digest) in held[rank].items():
+            keeper.put(key, payload, digest)
+    seen.result = TrainingLoop(assignment, mailbox, outbox, keeper).run()
+    for key in keeper.keys("job"):
+        stored = keeper.get(key)
+        assert stored is not None
+        seen.held[key] = (bytes(stored.payload), stored.digest)
+    return seen
+
+
+Train = Callable[..., list[Seen]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    words = np.random.default_rng(0).integers(97, 123, (400, 5), dtype=np.uint8)
+    text = b" ".join(words[n].tobytes() for n in np.random.default_rng(1).integers(0, 400, 8000))
+    path.write_bytes(text)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    def run(
+        *posts: Post,
+        zero: int = 1,
+        recipe: str = "delayed",
+        job_dir: Path | None = None,
+        held: Sequence[dict[Any, Any]] = (),
+        config: dict[str, Any] | None = None,
+        **start: Any,
+    ) -> list[Seen]:
+        folder = str(job_dir or tmp_path_factory.mktemp("job"))
+        settings = _config(corpus, zero, recipe, **(config or {}))
+        return run_ranks(
+            _body, WORLD, settings, folder, posts, start, held, init_group=False, timeout_s=200
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train: Train) -> Callable[[int, str], list[Seen]]:
+    @cache
+    def run(zero: int, recipe: str) -> list[Seen]:
+        return train(zero=zero, recipe=recipe)
+
+    return run
+
+
+def _everywhere(*, step: int) -> tuple[int, int, int, int]:
+    return (step, step, step, step)
+
+
+def test_a_run_reports_every_step_on_every_rank_alike(undisturbed: Any) -> None:
+    ranks = undisturbed(1, "delayed")
+    losses = ranks[0].losses()
+    assert list(losses) == list(range(STEPS))
+    assert all(rank.losses() == losses for rank in ranks)
+    reports = ranks[0].reports
+    assert reports[-1].loss < reports[0].loss - 0.5
+    assert [r.batch for r in reports] == list(range(STEPS))
+    assert {r.tokens for r in reports} == {8 * 32}
+    assert all(r.grad_norm > 0 and not r.skipped and not r.nonfinite_loss for r in reports)
+    assert [round(r.lr, 6) for r in reports[:4]] == [0.001, 0.002, 0.003, 0.003]
+    for rank in ranks:
+        assert rank.result == RankResult(rank.rank, STEPS, "finished")
+        assert rank.copied("ring") == rank.copied("memory") == [0, 4, 8, 12]
+        for report in rank.reports:
+            assert len(report.stats) == len(report.stats_names) * 6 * 4 > 0
+    layers = {name.split("/")[0] for rank in ranks for name in rank.reports[0].stats_names}
+    assert len(layers) == 16
+
+
+@pytest.mark.parametrize(("zero", "recipe"), [(1, "delayed"), (0, "delayed"), (1, "current")])
+def test_a_rollback_replays_the_same_losses_to_the_bit(
+    train: Train, undisturbed: Any, zero: int, recipe: str
+) -> None:
+    # Rank 0 sees it last; the others have had it for five steps and must not have acted.
+    back = Post(1, Rollback(to_step=4, timeline=1), after=(7, 2, 2, 3))
+    ranks = train(back, zero=zero, recipe=recipe)
+    expected = undisturbed(zero, recipe)[0].losses()
+    for rank in ranks:
+        before, after = rank.losses(0), rank.losses(1)
+        applied = max(before)
+        assert applied >= 7
+        assert before == {s: expected[s] for s in range(applied + 1)}
+        assert after == {s: expected[s] for s in range(4, STEPS)}
+        (report,) = [r for r in rank.others if isinstance(r, RollbackReport)]
+        assert (report.step, report.timeline, report.attempt) == (4, 1, 1)
+    assert len({max(rank.losses(0)) for rank in ranks}) == 1
+
+
+def test_a_rollback_with_skipped_batches_trains_on_what_the_ledger_leaves(train: Train) -> None:
+    order = Rollback(to_step=4, timeline=1, skip_batches=(4, 6), lr_scale=0.5)
+    ranks = train(Post(1, order, after=_everywhere(step=5)))
+    for rank in ranks:
+        batches = [r.batch for r in rank.reports if r.timeline == 1]
+        assert batches == [5, 7, 8, 9, 10, 11, 12, 13]
+    old = {r.step: r for r in ranks[0].reports if r.timeline == 0}
+    new = {r.step: r for r in ranks[0].reports if r.timeline == 1}
+    assert new[4].lr == pytest.approx(old[4].lr / 2)
+    assert new[4].loss != old[4].loss
+
+
+def test_layers_move_to_bf16_and_back_at_one_step_on_all_ranks(train: Train) -> None:
+    layer = "layers.1.mlp.down"
+    ranks = train(
+        Post(1, SetPrecision({layer: "bf16"}), after=(4, 1, 3, 2)),
+        Post(2, SetPrecision({layer: "fp8"}), after=(7, 5, 5, 6)),
+    )
+    applied = {tuple((r.step, r.command) for r in rank.reports) for rank in ranks}
+    assert len(applied) == 1
+    stage = [rank for rank in ranks if any(layer in n for n in rank.reports[0].stats_names)]
+    assert len(stage) == 2
+    for rank in stage:
+        for report, following in zip(rank.reports, rank.reports[1:], strict=False):
+            in_bf16 = layer in following.high_precision_layers
+            assert in_bf16 == (report.command == 1)
+    assert max(command for _, command in next(iter(applied))) == 2
+
+
+def test_a_rollback_keeps_the_precision_in_force_and_adds_its_own(train: Train) -> None:
+    first, second = "layers.0.attn.qkv", "layers.0.mlp.down"
+    ranks = train(
+        Post(1, SetPrecision({first: "bf16"}), after=_everywhere(step=4)),
+        Post(2, Rollback(to_step=4, timeline=1, precision={second: "bf16"}), _everywhere(step=7)),
+    )
+    stage = [rank for rank in ranks if any(first in n for n in rank.reports[0].stats_names)]
+    for rank in stage:
+        replayed = [r for r in rank.reports if r.timeline == 1]
+        assert replayed[0].step == 4
+        assert all(set(r.high_precision_layers) == {first, second} for r in replayed)
+
+
+def test_a_restart_from_the_keeper_goes_on_to_the_bit(train: Train, undisturbed: Any) -> None:
+    before = undisturbed(1, "delayed")
+    held = [rank.held for rank in before]
+    point = RestorePoint(step=8, tier="memory", attempt=1, timeline=0)
+    ranks = train(held=held, attempt=2, restore=point)
+    for rank, earlier in zip(ranks, before, strict=True):
+        assert rank.losses() == {s: earlier.losses()[s] for s in range(8, STEPS)}
+
+
+def test_a_damaged_copy_is_refused_by_rank_step_and_tier(train: Train, undisturbed: Any) -> None:
+    held = [dict(rank.held) for rank in undisturbed(1, "delayed")]
+    wrong = {key: value for key, value in held[2].items() if key.step != 8}
+    point = RestorePoint(step=8, tier="memory", attempt=1, timeline=0)
+    with pytest.raises(AssertionError, match="rank 2: copy of step 8 in tier memory"):
+        train(held=[held[0], held[1], wrong, held[3]], attempt=2, restore=point)
+
+
+def test_a_stopped_run_resumes_from_its_checkpoint_to_the_bit(
+    train: Train, undisturbed: Any, tmp_path: Path
+) -> None:
+    config = {"checkpoint": {"every": 3}}
+    stop = Post(1, Stop("pause"), after=_everywhere(step=6))
+    stopped = train(stop, job_dir=tmp_path, config=config)
+    step = stopped[0].result.step  # type: ignore[union-attr]
+    assert 7 <= step < STEPS
+    for rank in stopped:
+        assert rank.result == RankResult(rank.rank, step, "stopped", "pause")
+        assert rank.copied("disk")[:2] == [3, 6]
+        assert rank.copied("disk")[-1] == step
+    for at in (3, 6, step):
+        commit_checkpoint(tmp_path, at, 1, range(WORLD))
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.step == step
+    point = RestorePoint(step, "disk", attempt=1, timeline=0, path=str(found.path))
+    resumed = train(job_dir=tmp_path, attempt=2, restore=point, config=config)
+    expected = undisturbed(1, "delayed")[0].losses()
+    for rank in resumed:
+        assert rank.losses() == {s: expected[s] for s in range(step, STEPS)}
+
+
+def test_an_unwritable_job_folder_is_reported_and_training_goes_on(
+    train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    ranks = train(job_dir=tmp_path, config={"checkpoint": {"every": 4}})
+    for rank in ranks:
+        assert rank.result is not None and rank.result.reason == "finished"
+        assert "no checkpoint of step 12" in rank.result.detail
+        failed = [r for r in rank.others if isinstance(r, CopyFailed)]
+        assert [(r.tier, r.step) for r in failed] == [("disk", 4), ("disk", 8), ("disk", 12)]
+        assert rank.copied("memory") == [0, 4, 8, 12]
+
+
+def test_drills_fire_once_whatever_is_rolled_back(train: Train) -> None:
+    back = Post(1, Rollback(to_step=4, timeline=1), after=_everywhere(step=9))
+    ranks = train(back, config={"drills": [SURGE, NAN]})
+    for rank in ranks:
+        fired = [(r.timeline, r.step, d) for r in rank.reports for d in r.drills]
+        expected = [(0, 6, 0)] + ([(0, 7, 1)] if rank.rank == 3 else [])
+        assert fired == expected
+        told = [(r.step, r.drill) for r in rank.others if isinstance(r, DrillReport)]
+        assert told == [(step, drill) for _, step, drill in expected]
+        by_step = {r.step: r for r in rank.reports if r.timeline == 0}
+        assert by_step[6].loss > by_step[5].loss
+        assert [s for s, r in by_step.items() if r.skipped] == [7]
+        assert bool(by_step[7].nonfinite_parameters) == (rank.rank == 3)
+        assert not any(r.skipped for r in rank.reports if r.timeline == 1)
+
+
+def test_a_drill_that_fired_in_an_earlier_attempt_does_not_fire(train: Train) -> None:
+    ranks = train(config={"drills": [SURGE, NAN]}, fired_drills=(0, 1))
+    assert not any(r.drills or r.skipped for rank in ranks for r in rank.reports)
