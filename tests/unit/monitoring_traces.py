@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from monitoring.records import StepRecord, TensorStats
+from monitoring.config import DetectionConfig
+from monitoring.detectors import DetectorBank
+from monitoring.job_view import JobView
+from monitoring.records import Incident, StepRecord, TensorStats
 
 LAYERS = tuple(
     f"layers.{i}.{part}"
@@ -104,3 +107,87 @@ def surged(record: StepRecord, layer: str = "layers.2.mlp", octaves: float = 6.0
         for part in ("attn.out", "mlp.down"):
             leap(f"layers.{below}.{part}/grad_output", octaves + 1, 15.0)
     return dataclasses.replace(record, tensors=tensors, loss=record.loss * 2.5)
+
+
+FALLEN = ("layers.2.mlp.down", "layers.2.mlp.gate_up")
+
+
+def recovered_view(state: str = "succeeded") -> JobView:
+    """A job of 240 steps whose layer 2 surges at step 90, seen by the real detectors.
+
+    Two more steps run before the ranks go back to 80 with the layer in BF16; it returns to
+    FP8 at 150. Step 200 has a non-finite gradient and is skipped.
+    """
+    base = healthy_trace(240)
+    bank = DetectorBank(DetectionConfig())
+    doomed = [surged(r, octaves=5.0 + 0.3 * (r.step - 90)) for r in base[90:93]]
+    steps: list[StepRecord] = [*base[:90], *doomed]
+    incidents: list[Incident] = [i for r in steps for i in bank.observe(r)]
+    away = 3.0
+    for record in base[80:]:
+        changes: dict[str, object] = {"timeline": 1, "time": record.time + away}
+        changes["batch"] = record.batch + 13
+        if record.step < 150:
+            changes["high_precision_layers"] = FALLEN
+        if record.step == 200:
+            changes |= {
+                "skipped": True,
+                "grad_norm": math.nan,
+                "nonfinite_ranks": (1,),
+                "nonfinite_parameters": ("layers.1.mlp.down.weight",),
+            }
+        steps.append(dataclasses.replace(record, **changes))  # type: ignore[arg-type]
+        incidents += bank.observe(steps[-1])
+    surge = [i.to_json() for i in incidents if i.step == 90]
+    broken = [i.to_json() for i in incidents if i.step == 200]
+    fallback = {
+        "kind": "layer_fallback",
+        "attempt": 1,
+        "timeline": 0,
+        "step": 92,
+        "time": base[90].time + 0.05,
+        "reason": "layers.2.mlp.down and layers.2.mlp.gate_up moved first in FP8.",
+        "incidents": surge,
+        "to_step": 80,
+        "in_place": True,
+        "skip_batches": list(range(80, 93)),
+        "precision": dict.fromkeys(FALLEN, "bf16"),
+        "lr_scale": None,
+        "passed_over": [
+            {"rung": "skip_step", "why": "answers non-finite steps only, not loss_spike"},
+            {"rung": "rollback", "why": "other batches do not cure layers that moved in FP8"},
+        ],
+    }
+    back = {
+        "kind": "return_to_fp8",
+        "attempt": 1,
+        "timeline": 1,
+        "step": 150,
+        "time": base[150].time + away,
+        "reason": "layers.2.mlp.down, layers.2.mlp.gate_up back to FP8 after 60 healthy steps.",
+        "incidents": [],
+        "to_step": None,
+        "precision": dict.fromkeys(FALLEN, "fp8"),
+    }
+    skip = {
+        "kind": "skip_step",
+        "attempt": 1,
+        "timeline": 1,
+        "step": 200,
+        "time": base[200].time + away,
+        "reason": "The update of step 200 was left out.",
+        "incidents": broken,
+        "to_step": None,
+    }
+    return JobView(
+        job="demo-4f2a9c",
+        state=state,
+        spec={"name": "demo", "training": {"steps": 240, "lr": 3e-3}, "fp8": {"format": "HYBRID"}},
+        steps=tuple(steps),
+        incidents=(*surge, *broken),
+        actions=(fallback, back, skip),
+        events=(
+            {"kind": "attempt_started", "time": base[0].time, "message": "Attempt 1 started."},
+            {"kind": "rolled_back", "time": base[92].time, "message": "Rolled back to step 80."},
+        ),
+    )

@@ -1,0 +1,103 @@
+"""What happened to a job, as a story: each trouble with its answer, each stretch in BF16.
+
+Promises: pure; made of stored rows, for the report and the terminal alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monitoring.job_view import JobView, Row
+from monitoring.records import StepRecord
+
+HEADLINES = {
+    "none": "Watched",
+    "skip_step": "Skipped the step",
+    "rollback": "Rolled back",
+    "layer_fallback": "Rolled back, layers to BF16",
+    "return_to_fp8": "Layers back to FP8",
+    "whole_bf16": "Rolled back, whole model to BF16",
+    "lower_lr": "Rolled back, learning rate lowered",
+    "restart": "Restarted the ranks",
+    "pause": "Paused for a person",
+    "fail": "Gave up",
+}
+
+TROUBLES = {
+    "nonfinite": "non-finite gradient",
+    "loss_spike": "loss spike",
+    "grad_norm_spike": "gradient norm spike",
+    "amax_saturation": "FP8 saturation",
+    "rank_died": "rank died",
+    "rank_hung": "rank hung",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One trouble with what was done about it, or one decision without a trouble."""
+
+    number: int
+    """From 1."""
+    step: int
+    time: float
+    incidents: tuple[Row, ...]
+    action: Row | None
+
+    @property
+    def trouble(self) -> str:
+        """What was seen, as ``FP8 saturation and loss spike``."""
+        words = [TROUBLES.get(i["kind"], str(i["kind"])) for i in self.incidents]
+        return " and ".join(dict.fromkeys(words))
+
+    @property
+    def answer(self) -> str:
+        """What was done, in two or three words."""
+        if self.action is None:
+            return "Seen"
+        kind = str(self.action["kind"])
+        return HEADLINES.get(kind, kind)
+
+    @property
+    def to_step(self) -> int | None:
+        return None if self.action is None else self.action.get("to_step")
+
+
+def _key(incident: Row) -> tuple[object, ...]:
+    return tuple(incident.get(k) for k in ("kind", "attempt", "timeline", "step"))
+
+
+def episodes(view: JobView) -> list[Episode]:
+    """All of them, oldest first; an incident that no action names stands by its step."""
+    answered: set[tuple[object, ...]] = set()
+    found: list[tuple[float, int, tuple[Row, ...], Row | None]] = []
+    for action in view.actions:
+        incidents = tuple(action.get("incidents", ()))
+        answered.update(_key(i) for i in incidents)
+        found.append((float(action["time"]), int(action["step"]), incidents, action))
+    alone: dict[tuple[object, ...], list[Row]] = {}
+    for incident in view.incidents:
+        if _key(incident) not in answered:
+            place = (incident.get("attempt"), incident.get("timeline"), incident["step"])
+            alone.setdefault(place, []).append(incident)
+    for group in alone.values():
+        found.append((float(group[0]["time"]), int(group[0]["step"]), tuple(group), None))
+    found.sort(key=lambda entry: entry[0])
+    return [
+        Episode(i, min([s, *(int(r["step"]) for r in rows)]), time, rows, action)
+        for i, (time, s, rows, action) in enumerate(found, 1)
+    ]
+
+
+def bf16_stretches(kept: Sequence[StepRecord]) -> dict[str, list[tuple[int, int]]]:
+    """Layer → [first step, step after the last) in BF16, over the kept records."""
+    stretches: dict[str, list[tuple[int, int]]] = {}
+    for record in kept:
+        for layer in record.high_precision_layers:
+            own = stretches.setdefault(layer, [])
+            if own and own[-1][1] == record.step:
+                own[-1] = (own[-1][0], record.step + 1)
+            else:
+                own.append((record.step, record.step + 1))
+    return stretches

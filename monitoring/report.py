@@ -1,0 +1,293 @@
+"""One self-contained HTML report of a job.
+
+Promises: no script, no reference to anything outside the file, every text from a user or a
+run escaped; readable on a phone, on paper, in light and dark mode, and without colour
+vision. Works for a job of any length and any state, one without a step included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+import yaml
+
+from monitoring.charts import HATCH, short
+from monitoring.episodes import Episode
+from monitoring.job_view import JobView, Row
+from monitoring.report_charts import (
+    Story,
+    bf16_chart,
+    grad_norm_chart,
+    headroom_chart,
+    is_good,
+    loss_chart,
+    recovery_picture,
+)
+from monitoring.report_style import PAGE
+from monitoring.summary import summarize
+
+__all__ = ["recovery_picture", "render_report"]
+
+WIDE, NARROW = 930.0, 370.0
+"""Widths in which each chart is drawn, for a screen and for a phone."""
+
+HEADROOM_NAMES = (
+    "clamped by 2 octaves and more",
+    "clamped",
+    "under 1 octave left",
+    "1 to 2",
+    "2 to 3",
+    "3 to 4",
+    "over 4",
+)
+"""What the colours ``h0`` to ``h6`` of a heat map mean."""
+
+
+def render_report(view: JobView) -> str:
+    """The page as text, to be written as UTF-8."""
+    story = Story.of(view)
+    summary = summarize(view)
+    body = _header(view, summary) + _tiles(summary)
+    if story.kept:
+        body += _loss(story) + _story(story) + _grad_norm(story) + _precision(story)
+    else:
+        body += "<section><h2>No step was recorded</h2></section>" + _story(story)
+    body += _summary(summary) + _configuration(view)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(view.job)} · {escape(view.state)}</title><style>{PAGE}</style></head>"
+        f"<body><main>{body}</main></body></html>"
+    )
+
+
+def _header(view: JobView, summary: Row) -> str:
+    state = escape(view.state)
+    kind = "".join(c for c in view.state if c.isalnum())
+    return (
+        f"<header><h1>{escape(view.job)}</h1>"
+        f'<span class="state {kind}">{state}</span></header>'
+        f'<p class="lead">{escape(_lead(summary))}</p>'
+    )
+
+
+def _lead(summary: Row) -> str:
+    """The report in one or two sentences."""
+    planned = summary["steps_planned"]
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    told = f"{summary['steps']:,}{of} steps"
+    if summary["final_loss"] is not None:
+        told += f", loss {_value(summary['final_loss'], 3)}"
+    back = summary["rollbacks"] + summary["restarts"]
+    if not summary["incidents"]:
+        return f"{told}, without an incident."
+    steps = {(i["attempt"], i["timeline"], i["step"]) for i in summary["incidents"]}
+    troubles = f"{len(steps)} trouble{'s' if len(steps) > 1 else ''}"
+    cost = f"{summary['steps_lost']} steps redone" if back else "no step redone"
+    seconds = summary["time_to_recover_s"]
+    speed = f", back in training after {_value(seconds, 3)} s" if seconds is not None else ""
+    return f"{told}. {troubles} handled without a person: {cost}{speed}."
+
+
+def _tiles(summary: Row) -> str:
+    ettr = summary["ettr"]
+    tiles = [
+        ("final loss", _value(summary["final_loss"], 4)),
+        ("steps", f"{summary['steps']:,}"),
+        ("step time", _value(summary["step_time_s"], 3, " s")),
+        ("tokens a second", _value(summary["tokens_per_s"], 3)),
+        ("incidents", str(len(summary["incidents"]))),
+        ("rollbacks · restarts", f"{summary['rollbacks']} · {summary['restarts']}"),
+        ("steps redone", str(summary["steps_lost"])),
+        ("time to recover", _value(summary["time_to_recover_s"], 3, " s")),
+        ("useful time", "–" if ettr is None else f"{100 * ettr:.1f} %"),
+    ]
+    cells = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{k}</span></div>' for k, v in tiles)
+    return f'<section class="tiles">{cells}</section>'
+
+
+def _value(value: Any, digits: int, unit: str = "") -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    number = float(value)
+    return (f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}") + unit
+
+
+def _both(chart: Any, story: Story) -> str:
+    """A chart in two widths; the style sheet shows the one that fits."""
+    return (
+        f'<div class="wide">{chart(story, WIDE)}</div>'
+        f'<div class="narrow">{chart(story, NARROW)}</div>'
+    )
+
+
+def _key(body: str, label: str) -> str:
+    return f'<span><svg viewBox="0 0 22 12" aria-hidden="true">{body}</svg>{escape(label)}</span>'
+
+
+def _loss(story: Story) -> str:
+    keys = _key('<path class="kept" d="M0 6H22"/>', "kept")
+    if story.lost:
+        keys += _key('<path class="ghost" d="M0 6H22"/>', "undone by a rollback or restart")
+    if any(e.to_step is not None for e in story.episodes):
+        keys += _key('<path class="back" d="M20 10C20 1 4 1 4 9M1 5L4 9L8 6"/>', "the way back")
+    if story.episodes:
+        keys += "<span>numbers: see below</span>"
+    return (
+        '<section><h2>Loss</h2><p class="sub">nats a token</p>'
+        f'{_both(loss_chart, story)}<div class="legend">{keys}</div></section>'
+    )
+
+
+def _grad_norm(story: Story) -> str:
+    return (
+        '<section><h2>Gradient norm</h2><p class="sub">before clipping, logarithmic</p>'
+        f"{_both(grad_norm_chart, story)}</section>"
+    )
+
+
+def _precision(story: Story) -> str:
+    body = ""
+    if any(record.tensors for record in story.kept):
+        keys = "".join(
+            _key(f'<rect class="h{i}" width="22" height="12" rx="2"/>', name)
+            for i, name in enumerate(HEADROOM_NAMES)
+        )
+        keys += _key(HATCH + '<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
+        body += (
+            "<section><h2>Headroom of the layers</h2>"
+            '<p class="sub">octaves between the largest value and the FP8 maximum, worst operand; '
+            "undone steps included</p>"
+            f'{_both(headroom_chart, story)}<div class="legend">{keys}</div></section>'
+        )
+    if story.bf16:
+        body += f"<section><h2>Layers in BF16</h2>{_both(bf16_chart, story)}</section>"
+    return body
+
+
+def _story(story: Story) -> str:
+    if not story.episodes:
+        return ""
+    cards = "".join(_card(episode) for episode in story.episodes)
+    return (
+        '<section><h2>What happened</h2><p class="sub">each trouble with its evidence, '
+        f"the answer, and the remedies passed over</p>{cards}</section>"
+    )
+
+
+def _card(episode: Episode) -> str:
+    good = " good" if is_good(episode) else ""
+    title = episode.trouble or episode.answer
+    title = title[:1].upper() + title[1:]
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(episode.time))
+    body = f'<h3>{escape(title)} <span class="when">step {episode.step} · {when}</span></h3>'
+    body += "".join(_incident(incident) for incident in episode.incidents)
+    if episode.action is not None:
+        body += _action(episode, episode.action)
+    return f'<article><div class="num{good}">{episode.number}</div><div>{body}</div></article>'
+
+
+def _incident(incident: Row) -> str:
+    body = f"<p>{escape(str(incident.get('message', '')))}</p>"
+    body += _facts(incident.get("evidence", {}))
+    suspects = incident.get("suspects", ())
+    if suspects:
+        columns = list(dict.fromkeys(k for s in suspects for k in s.get("evidence", {})))
+        head = "".join(f"<th>{escape(_words(c))}</th>" for c in ("layer", "operand", *columns))
+        rows = "".join(
+            f"<tr><td><code>{escape(str(s['layer']))}</code></td><td>{escape(str(s['tensor']))}</td>"
+            + "".join(
+                f'<td class="num-cell">{escape(_value(s.get("evidence", {}).get(c), 3))}</td>'
+                for c in columns
+            )
+            + "</tr>"
+            for s in suspects
+        )
+        body += (
+            f"<details><summary>{len(suspects)} suspect layers, first to move in front</summary>"
+            f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
+        )
+    return body
+
+
+def _action(episode: Episode, action: Row) -> str:
+    to_step = "" if episode.to_step is None else f" to step {episode.to_step}"
+    done = f"{episode.answer}{to_step}."
+    body = f'<p><span class="done">{escape(done)}</span> {escape(str(action["reason"]))}</p>'
+    facts: dict[str, Any] = {}
+    if action.get("precision"):
+        facts["precision"] = ", ".join(f"{k} → {v}" for k, v in action["precision"].items())
+    if action.get("skip_batches"):
+        facts["batches skipped"] = _ranges(action["skip_batches"])
+    if action.get("lr_scale") is not None:
+        facts["learning rate"] = f"× {action['lr_scale']:g}"
+    body += _facts(facts)
+    passed = action.get("passed_over", ())
+    if passed:
+        rows = "".join(
+            f"<tr><th>{escape(_words(str(p['rung'])))}</th><td>{escape(str(p['why']))}</td></tr>"
+            for p in passed
+        )
+        body += f"<details><summary>Passed over</summary><table>{rows}</table></details>"
+    return body
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``80–93, 95`` of whole numbers."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    if not facts:
+        return ""
+    items = "".join(
+        f"<div><dt>{escape(_words(k))}</dt><dd>"
+        f"{escape(short(v) if isinstance(v, (int, float)) else str(v))}</dd></div>"
+        for k, v in facts.items()
+    )
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _words(name: str) -> str:
+    return name.replace("_pct", " %").replace("_", " ")
+
+
+def _summary(summary: Row) -> str:
+    plain = {k: v for k, v in summary.items() if not isinstance(v, (list, dict))}
+    plain["high_precision_layers"] = ", ".join(summary["high_precision_layers"]) or "none"
+    rows = "".join(
+        f'<tr><th>{escape(_words(k))}</th><td class="num-cell">'
+        f"{escape('–' if v is None else f'{v:.6g}' if isinstance(v, float) else str(v))}</td></tr>"
+        for k, v in plain.items()
+    )
+    return f"<section><h2>Summary</h2><table>{rows}</table></section>"
+
+
+def _configuration(view: JobView) -> str:
+    text = yaml.safe_dump(_plain(view.spec), sort_keys=False, allow_unicode=True)
+    return (
+        "<section><h2>Configuration</h2><details><summary>the completed job file</summary>"
+        f"<pre>{escape(text)}</pre></details></section>"
+        "<footer>Written by Octavo.</footer>"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Builtin containers, for YAML."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

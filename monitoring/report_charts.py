@@ -1,0 +1,259 @@
+"""The report's charts of one job: loss, gradient norm, headroom, layers in BF16, a picture.
+
+Promises: pure; each takes a ``Story`` (a view, read once) and a width in pixels, and gives
+SVG. Abandoned steps are drawn paler and dashed beside those that were kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from monitoring.amax import headroom_octaves, is_calibrated, split_name
+from monitoring.charts import (
+    HATCH,
+    Frame,
+    Point,
+    arc_back,
+    badge,
+    dots,
+    heat_map,
+    line,
+    number,
+    picture,
+    short,
+    text,
+)
+from monitoring.episodes import Episode, bf16_stretches, episodes
+from monitoring.job_view import JobView, split_timelines
+from monitoring.records import StepRecord
+from monitoring.report_style import PICTURE
+
+MOST_LAYERS = 24
+"""Rows of the heat map; with more layers the worst are shown."""
+GOOD_KINDS = frozenset({"return_to_fp8"})
+"""Decisions that are good news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A view with what the charts share of it."""
+
+    view: JobView
+    kept: list[StepRecord]
+    lost: list[list[StepRecord]]
+    """Abandoned records, one list a stretch of one attempt and timeline."""
+    episodes: list[Episode]
+    bf16: dict[str, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, view: JobView) -> Story:
+        kept, abandoned = split_timelines(view.steps)
+        stretches: list[list[StepRecord]] = []
+        for record in abandoned:
+            newest = stretches[-1][-1] if stretches else None
+            if newest is None or (newest.attempt, newest.timeline, newest.step + 1) != (
+                record.attempt,
+                record.timeline,
+                record.step,
+            ):
+                stretches.append([])
+            stretches[-1].append(record)
+        return cls(view, kept, stretches, episodes(view), bf16_stretches(kept))
+
+    @property
+    def x_range(self) -> tuple[float, float]:
+        """Steps shown: all there are, abandoned ones included."""
+        every = [r.step for r in self.kept] + [r.step for part in self.lost for r in part]
+        return (float(min(every, default=0)), float(max(max(every, default=1), 1)))
+
+    @property
+    def fp8_format(self) -> str:
+        return str(self.view.section("fp8", "format") or "HYBRID")
+
+
+def is_good(episode: Episode) -> bool:
+    """Whether an episode is good news, drawn in the colour of recovery."""
+    return not episode.incidents and episode.action is not None and (
+        episode.action["kind"] in GOOD_KINDS
+    )  # fmt: skip
+
+
+def _finite(values: list[float]) -> list[float]:
+    return [v for v in values if math.isfinite(v)]
+
+
+def _loss_range(story: Story) -> tuple[float, float]:
+    """Room for the kept losses, and for the abandoned ones unless they dwarf those."""
+    kept = _finite([r.loss for r in story.kept]) or [0.0, 1.0]
+    lost = _finite([r.loss for part in story.lost for r in part])
+    low, high = min(kept + lost), max(kept)
+    highest = max([high, *lost])
+    high = highest if highest <= 1.7 * high else 1.25 * high
+    pad = 0.05 * max(high - low, 1e-3)
+    return (low - pad, high + pad)
+
+
+def _marks(story: Story, frame: Frame, lane: float) -> str:
+    """Dashed lines and numbered badges of the episodes, arrows back where steps were redone."""
+    parts = []
+    for episode in story.episodes:
+        good = is_good(episode)
+        x = frame.x(episode.step)
+        kind = "mark-good" if good else "mark"
+        parts.append(f'<path class="{kind}" d="M{number(x)} {number(lane + 9)}V{frame.floor}"/>')
+        if episode.to_step is not None:
+            parts.append(arc_back(frame, episode.step, episode.to_step, lane - 11))
+        tip = f"Step {episode.step}: {episode.trouble or episode.answer}"
+        parts.append(badge(x, lane, str(episode.number), "good" if good else "", tip))
+    return "".join(parts)
+
+
+def _lines(story: Story, frame: Frame, value: str) -> str:
+    parts = []
+    for stretch in story.lost:
+        points: list[Point] = [(r.step, getattr(r, value)) for r in stretch]
+        before = [r for r in story.kept if r.step == stretch[0].step - 1]
+        joined = [(float(r.step), float(getattr(r, value))) for r in before] + points
+        parts.append(line(frame, joined, "ghost"))
+        if len(points) <= 120:
+            parts.append(dots(frame, points, "ghost-dot"))
+    kept = [(float(r.step), float(getattr(r, value))) for r in story.kept]
+    parts.append(line(frame, kept, "kept"))
+    skipped = [(float(r.step), float(getattr(r, value))) for r in story.kept if r.skipped]
+    parts.append(dots(frame, skipped, "skip-dot", 4))
+    return "".join(parts)
+
+
+def _beyond(story: Story, frame: Frame) -> str:
+    """Arrowheads at the upper edge for losses that lie above the picture."""
+    parts = []
+    for stretch in story.lost:
+        above = [r for r in stretch if math.isfinite(r.loss) and r.loss > frame.y_range[1]]
+        if above:
+            worst = max(above, key=lambda r: r.loss)
+            x, y = frame.x(worst.step), frame.top
+            parts.append(f'<path class="over" d="M{number(x - 5)} {y + 9}h10l-5 -9z"/>')
+            parts.append(text(x - 9, y + 9, short(worst.loss), "note soft end"))
+    return "".join(parts)
+
+
+def loss_chart(story: Story, width: float) -> str:
+    """Loss over steps with incidents, the way back, and the abandoned steps."""
+    height = 330.0 if width > 500 else 290.0
+    lane = 40.0
+    frame = Frame(width, height, story.x_range, _loss_range(story), top=62.0)
+    body = frame.axes() + _lines(story, frame, "loss") + _beyond(story, frame)
+    body += _marks(story, frame, lane)
+    return picture(width, height, "Training loss over steps, in nats a token", body)
+
+
+def grad_norm_chart(story: Story, width: float) -> str:
+    """Gradient norm over steps on a logarithmic scale."""
+    height = 190.0
+    every = story.kept + [r for part in story.lost for r in part]
+    values = [r.grad_norm for r in every if math.isfinite(r.grad_norm) and r.grad_norm > 0]
+    low, high = (min(values), max(values)) if values else (0.1, 1.0)
+    frame = Frame(width, height, story.x_range, (low / 1.2, high * 1.2), log=True)
+    body = frame.axes() + "".join(
+        f'<path class="{"mark-good" if is_good(e) else "mark"}" '
+        f'd="M{number(frame.x(e.step))} {frame.top}V{frame.floor}"/>'
+        for e in story.episodes
+    )
+    body += _lines(story, frame, "grad_norm")
+    return picture(width, height, "Gradient norm over steps, logarithmic", body)
+
+
+def headroom_cells(story: Story) -> dict[str, dict[int, float]]:
+    """Layer → step → least headroom of its operands in octaves, in the layers' own order.
+
+    Over kept and abandoned records alike; a layer in BF16 has none.
+    """
+    cells: dict[str, dict[int, float]] = {}
+    every = [r for part in story.lost for r in part] + story.kept
+    for record in every:
+        away = frozenset(record.high_precision_layers)
+        for name, stats in record.tensors.items():
+            layer = split_name(name)[0]
+            row = cells.setdefault(layer, {})
+            if layer in away or not is_calibrated(stats):
+                continue
+            room = headroom_octaves(name, stats, story.fp8_format)
+            row[record.step] = min(room, row.get(record.step, math.inf))
+    return cells
+
+
+def headroom_chart(story: Story, width: float) -> str:
+    """Heat map layer × step of the headroom to the FP8 maximum, BF16 stretches striped."""
+    cells = headroom_cells(story)
+    worst = sorted(cells, key=lambda name: min(cells[name].values(), default=math.inf))
+    shown = set(worst[:MOST_LAYERS])
+    rows = [name for name in cells if name in shown]
+    row_height = 15.0
+    height = 8 + row_height * max(1, len(rows)) + 30
+    left = 16 + 6.6 * max((len(name) for name in rows), default=4)
+    left = min(left, 0.42 * width)
+    frame = Frame(width, height, story.x_range, (0, 1), left=left, top=8.0)
+    hatched = {k: [(float(a), float(b)) for a, b in v] for k, v in story.bf16.items()}
+    body = HATCH + heat_map(frame, rows, cells, hatched)
+    return picture(width, height, "Headroom to the FP8 maximum by layer and step", body)
+
+
+def bf16_chart(story: Story, width: float) -> str:
+    """Bars of the stretches that layers spent in BF16; empty when none did."""
+    rows = sorted(story.bf16)
+    height = 8 + 20.0 * len(rows) + 30
+    left = min(16 + 6.6 * max((len(name) for name in rows), default=4), 0.42 * width)
+    frame = Frame(width, height, story.x_range, (0, 1), left=left, top=8.0)
+    parts = [HATCH]
+    for i, row in enumerate(rows):
+        y = frame.top + 20 * i
+        parts.append(text(left - 7, y + 14, row, "axis end"))
+        parts.append(f'<path class="grid" d="M{number(left)} {y + 10}H{width - frame.right}"/>')
+        for begin, end in story.bf16[row]:
+            x, until = frame.x(begin), min(frame.x(end), width - frame.right)
+            parts.append(
+                f'<rect class="hatched" x="{number(x)}" y="{y + 3}" rx="3" height="14" '
+                f'width="{number(max(3.0, until - x))}">'
+                f"<title>steps {begin} to {end - 1}</title></rect>"
+            )
+    return picture(width, height, "Layers in BF16 over steps", "".join(parts) + frame.x_axis())
+
+
+def recovery_picture(view: JobView) -> str:
+    """A picture of the job's first recovery that stands alone, as for a README."""
+    story = Story.of(view)
+    width, height = 860.0, 400.0
+    frame = Frame(width, height, story.x_range, _loss_range(story), 58, 26, 112, 66)
+    back = next((e for e in story.episodes if e.to_step is not None), None)
+    fallen = sorted(story.bf16)
+    parts = [
+        f"<style>{PICTURE}</style>{HATCH}",
+        f'<rect class="paper" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="12"/>',
+        text(24, 32, _headline(story, back), "title"),
+        text(24, 52, "Training loss in nats a token. Orange: steps that were undone.", "soft"),
+        frame.axes(),
+        _lines(story, frame, "loss"),
+        _beyond(story, frame),
+        _marks(story, frame, 92.0),
+    ]
+    if fallen:
+        begin = min(a for layer in fallen for a, _ in story.bf16[layer])
+        end = max(b for layer in fallen for _, b in story.bf16[layer])
+        x, until = frame.x(begin), min(frame.x(end), width - frame.right)
+        y = height - 34
+        parts.append(
+            f'<rect class="hatched" x="{number(x)}" y="{number(y)}" rx="4" height="16" '
+            f'width="{number(until - x)}"/>'
+        )
+        names = fallen[0] if len(fallen) == 1 else f"{fallen[0]} and {len(fallen) - 1} more"
+        parts.append(text(x - 8, y + 13, f"{names} in BF16", "call end"))
+    return picture(width, height, _headline(story, back), "".join(parts))
+
+
+def _headline(story: Story, back: Episode | None) -> str:
+    if back is None or back.to_step is None:
+        return f"{story.view.job}: {len(story.kept)} steps"
+    trouble = back.trouble or "trouble"
+    trouble = trouble[0].upper() + trouble[1:]
+    return f"{trouble} at step {back.step}: {back.answer.lower()}, on from step {back.to_step}"
