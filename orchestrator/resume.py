@@ -37,9 +37,9 @@ def standing(spec: JobSpec, actions: Sequence[Action]) -> Standing:
     ledger: set[int] = set()
     precision: dict[str, Precision] = {}
     for action in actions:
-        if action.to_step is not None and action.kind != "restart":
-            # A rollback begins the timeline after the one it was decided in. A restart
-            # replays what it lost and stays.
+        if action.to_step is not None and action.in_place:
+            # A rollback begins the timeline after the one it was decided in. What ends
+            # the ranks stays on its timeline: the attempt tells its steps apart.
             timeline = max(timeline, action.timeline + 1)
         ledger.update(action.skip_batches)
         precision.update(action.precision)

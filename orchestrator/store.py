@@ -111,6 +111,14 @@ class Store:
         with self._read() as db:
             return [_job_row(row) for row in db.execute(query).mappings()]
 
+    def jobs_to_tend(self) -> list[JobRow]:
+        """Jobs that aren't at rest: on their way, or holding nodes after their end."""
+        moving = [s.word for s in JobState if not s.terminal and s is not JobState.PAUSED]
+        query = sa.select(jobs).order_by(jobs.c.submitted_at, jobs.c.id)
+        query = query.where(sa.or_(jobs.c.state.in_(moving), jobs.c.placement_group != ""))
+        with self._read() as db:
+            return [_job_row(row) for row in db.execute(query).mappings()]
+
     def change(self, job: str, cause: Cause, reason: str, time: float, **detail: Any) -> JobState:
         """Move a job along the lifecycle table; raises ``TransitionRefused``, changing nothing."""
         with self._write() as db:
@@ -131,11 +139,11 @@ class Store:
             given = {"placement_group": placement_group, "nodes": _dump(detail["nodes"])}
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
 
-    def replace_nodes(self, job: str, nodes: Sequence[NodeSlot]) -> None:
-        """The placement group stands elsewhere now."""
+    def replace_nodes(self, job: str, placement_group: str, nodes: Sequence[NodeSlot]) -> None:
+        """The job stands elsewhere now."""
         with self._write() as db:
-            value = _dump([asdict(n) for n in nodes])
-            db.execute(sa.update(jobs).where(jobs.c.id == job).values(nodes=value))
+            given = {"placement_group": placement_group, "nodes": _dump([asdict(n) for n in nodes])}
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
 
     def release(self, job: str) -> None:
         """The job holds no nodes any more."""

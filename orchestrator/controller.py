@@ -1,0 +1,307 @@
+"""The controller: takes jobs in, gives them nodes, and moves each one transition a pass.
+
+``step`` reads the store, dispatches by state and lets each job take its turn; a job that
+raises is logged and the next one goes on. All that must survive is in the store, so a
+controller can be killed anywhere and the next one carries on. Time is an argument of
+``step``; nodes and supervisors come through interfaces.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orchestrator.lifecycle import Cause, JobState, TransitionRefused
+from orchestrator.node_groups import NodeGroups, fit, need_of
+from orchestrator.protocol import Acknowledgement, EventDraft, ResumeState, SupervisorBatch
+from orchestrator.spec import JobSpec, spec_of, spec_yaml
+from orchestrator.spec_errors import Problem, Source, SpecError
+from orchestrator.store import JobRow, Store
+from orchestrator.supervisors import Presence, Supervisors
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 60.0
+"""Seconds that a cancelled job has for its last checkpoint."""
+FINISH_GRACE_S = 60.0
+"""Seconds that a supervisor has after the job's end for the report and W&B."""
+
+
+class NoNodes(RuntimeError):  # noqa: N818
+    """The nodes of a job are gone and no others are free. Its supervisor ends; the controller
+    starts another one when there are nodes.
+    """
+
+
+class Controller:
+    """One a store. ``jobs_dir``: where job directories go unless the spec says otherwise."""
+
+    def __init__(
+        self,
+        store: Store,
+        groups: NodeGroups,
+        supervisors: Supervisors,
+        jobs_dir: Path,
+        *,
+        fixed_cluster: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self._groups = groups
+        self._supervisors = supervisors
+        self._jobs_dir = jobs_dir
+        self._fixed = fixed_cluster
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._wake = threading.Event()
+        # When a wait of this process began, by (job, what). A restart begins it anew.
+        self._since: dict[tuple[str, str], float] = {}
+        self._stops: set[str] = set()
+        self._told: dict[str, str] = {}
+
+    # -- what clients ask
+
+    def validate(self, data: Mapping[str, Any], file: str) -> JobSpec:
+        """The completed spec; raises ``SpecError``."""
+        return spec_of(Source(file, dict(data), {}))
+
+    def submit(self, data: Mapping[str, Any], file: str) -> JobRow:
+        """Take a job in: checked, its directory made, stored. Raises ``SpecError``."""
+        spec = self.validate(data, file)
+        job = f"{spec.name}-{secrets.token_hex(3)}"
+        folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job
+        try:
+            (folder / "logs").mkdir(parents=True)
+            (folder / "spec.yaml").write_text(spec_yaml(spec))
+        except OSError as error:
+            message = f"the job directory can't be made: {error.strerror or error}"
+            remedy = "name a folder that the controller may write to"
+            key = "checkpoint.storage_path"
+            problem = Problem(file, key, str(folder.parent), message, remedy)
+            raise SpecError([problem]) from None
+        self.store.add_job(job, spec, str(folder), file, self._clock())
+        self._notify()
+        return self.store.job(job)
+
+    def cancel(self, job: str, reason: str) -> JobRow:
+        """Ask for a job's end; one that is being cancelled already stays so.
+
+        Raises ``TransitionRefused`` when it has ended.
+        """
+        if self.store.job(job).state is not JobState.CANCELLING:
+            self.store.change(job, Cause.CANCEL_ASKED, reason, self._clock())
+            self._notify()
+        return self.store.job(job)
+
+    def resume(self, job: str, reason: str) -> JobRow:
+        """Queue a paused job again; raises ``TransitionRefused`` for any other."""
+        self.store.change(job, Cause.RESUME_ASKED, reason, self._clock())
+        self._notify()
+        return self.store.job(job)
+
+    def wait_for_change(self, seen: int, timeout_s: float) -> int:
+        """Block until something was stored after ``seen``, or the time is over; the new count."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != seen, timeout_s)
+            return self._changes
+
+    # -- what supervisors ask (ControllerPort)
+
+    def next_attempt(self, job: str, reason: str) -> ResumeState:
+        """Allocate the next attempt on the nodes as they are now."""
+        row = self.store.job(job)
+        if not self._repair(row):
+            raise NoNodes(f"{job} needs {need_of(row.spec)} again, and they aren't free")
+        resume = self.store.begin_attempt(job, reason, self._clock())
+        self._notify()
+        return resume
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        """Store a batch in one transaction."""
+        answer = self.store.record(job, attempt, batch, self._clock())
+        if not answer.accepted:
+            logger.warning("refused batch %d of %s: %s", batch.sequence, job, answer.reason)
+        self._notify(wake=batch.transition is not None)
+        return answer
+
+    # -- the loop
+
+    def run(self, stop: threading.Event, every_s: float = 0.5) -> None:
+        """``step`` until ``stop``, at least every ``every_s`` seconds."""
+        while not stop.is_set():
+            try:
+                self.step(self._clock())
+            except Exception:
+                logger.exception("a pass failed; the next one starts anew")
+            self._wake.wait(every_s)
+            self._wake.clear()
+
+    def step(self, now: float) -> None:
+        """One pass: each job that isn't at rest takes one transition at most."""
+        rows = self.store.jobs_to_tend()
+        moved = False
+        for row in rows:
+            if row.state.holds_nodes:
+                moved |= bool(self._turn(row, now, self._tend))
+            elif row.state is not JobState.QUEUED:
+                moved |= bool(self._turn(row, now, self._clear))
+        queued = [r for r in rows if r.state is JobState.QUEUED]
+        moved |= self._admit(queued, now)
+        if moved:
+            self._notify()
+
+    def _turn(self, row: JobRow, now: float, act: Callable[[JobRow, float], bool]) -> bool | None:
+        """Whether the job moved; None: its turn failed, which is told when it is news."""
+        try:
+            moved = act(row, now)
+        except TransitionRefused:
+            # It changed between the read and the write; the next pass sees how.
+            return True
+        except Exception as error:
+            said = f"the controller can't go on with this job: {error}"
+            if self._told.get(row.id) != said:
+                self._told[row.id] = said
+                logger.exception("job %s failed its turn", row.id)
+                self.store.note(row.id, EventDraft("controller_error", now, said, {}))
+            return None
+        self._told.pop(row.id, None)
+        return moved
+
+    def _admit(self, queued: list[JobRow], now: float) -> bool:
+        """Give nodes to the first in the queue; who can't have them yet holds up the rest."""
+        if not queued:
+            return False
+        ordered = sorted(queued, key=lambda r: (-r.priority, r.submitted_at, r.id))
+        ahead = ""
+        for row in ordered:
+            if ahead:
+                self._turn(row, now, partial(self._wait, reason=f"waits behind {ahead}"))
+                continue
+            admitted = self._turn(row, now, self._admit_one)
+            if admitted:
+                # The next pass sees what is left.
+                return True
+            if admitted is not None and self._could_fit(row):
+                ahead = row.id
+        return False
+
+    def _admit_one(self, row: JobRow, now: float) -> bool:
+        if row.placement_group:
+            # Resumed before what it held was given back.
+            return self._clear(row, now)
+        need = need_of(row.spec)
+        answer = fit(need, self._groups.capacities())
+        if not answer.ever and self._fixed:
+            self.store.change(row.id, Cause.CAN_NEVER_FIT, f"can never fit: {answer.reason}", now)
+            return True
+        if not answer.now:
+            return self._wait(row, now, answer.reason)
+        group = self._groups.acquire(row.id, need, row.spec.snapshots.keep)
+        if group is None:
+            return self._wait(row, now, f"needs {need}; Ray didn't grant them yet")
+        try:
+            self.store.grant(row.id, group.id, group.nodes, now)
+        except TransitionRefused:
+            self._groups.release(row.id, group.id)
+            raise
+        return True
+
+    def _wait(self, row: JobRow, now: float, reason: str) -> bool:
+        if row.reason != reason:
+            self.store.wait(row.id, reason, now)
+            self._notify(wake=False)
+        return False
+
+    def _could_fit(self, row: JobRow) -> bool:
+        return fit(need_of(row.spec), self._groups.capacities()).ever
+
+    def _tend(self, row: JobRow, now: float) -> bool:
+        """A job that holds nodes: it has a supervisor, or gets one."""
+        presence = self._supervisors.look(row.id, now)
+        if row.state is JobState.CANCELLING:
+            return self._tend_cancelling(row, presence, now)
+        if presence is Presence.WORKING:
+            return False
+        if presence is Presence.DONE:
+            self._supervisors.kill(row.id)
+            # Its last words may have come since the pass began.
+            if self.store.job(row.id).state is not row.state:
+                return True
+            return self._lost(row, now)
+        if row.state is JobState.RUNNING:
+            return self._lost(row, now)
+        if not self._repair(row):
+            return False
+        why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
+        self._supervisors.start(self.store.begin_attempt(row.id, why, now))
+        return True
+
+    def _lost(self, row: JobRow, now: float) -> bool:
+        most = row.spec.recovery.max_restarts
+        if row.attempt > most:
+            reason = f"the supervisor was lost, and recovery.max_restarts = {most} are used"
+            self.store.change(row.id, Cause.ERROR, reason, now)
+        elif row.state is JobState.RECOVERING:
+            # No transition: it is recovering already. The next pass starts the next attempt.
+            draft = EventDraft("supervisor_lost", now, "the supervisor was lost again", {})
+            self.store.note(row.id, draft)
+        else:
+            self.store.change(row.id, Cause.SUPERVISOR_LOST, "the supervisor was lost", now)
+        return True
+
+    def _tend_cancelling(self, row: JobRow, presence: Presence, now: float) -> bool:
+        if presence is not Presence.WORKING:
+            self._supervisors.kill(row.id)
+            if self.store.job(row.id).state is JobState.CANCELLING:
+                self.store.change(row.id, Cause.ENDED, row.reason, now)
+            return True
+        if row.id not in self._stops:
+            self._stops.add(row.id)
+            self._supervisors.stop(row.id, row.reason)
+        if self._waited((row.id, "cancel"), now) > CANCEL_GRACE_S:
+            self._supervisors.kill(row.id)
+            reason = f"{row.reason}; the ranks didn't end within {CANCEL_GRACE_S:.0f} s"
+            self.store.change(row.id, Cause.ENDED, reason, now)
+            return True
+        return False
+
+    def _clear(self, row: JobRow, now: float) -> bool:
+        """A job that has ended or is paused: its nodes go back when its supervisor is done."""
+        presence = self._supervisors.look(row.id, now)
+        working = presence is Presence.WORKING
+        if working and self._waited((row.id, "finish"), now) <= FINISH_GRACE_S:
+            return False
+        self._supervisors.kill(row.id)
+        self._groups.release(row.id, row.placement_group)
+        self.store.release(row.id)
+        self._stops.discard(row.id)
+        self._since = {k: t for k, t in self._since.items() if k[0] != row.id}
+        return True
+
+    def _repair(self, row: JobRow) -> bool:
+        """Make sure that the job's group stands; False while it can't be had."""
+        need = need_of(row.spec)
+        group = self._groups.repair(row.id, need, row.spec.snapshots.keep, row.placement_group)
+        if group is None:
+            self._wait(row, self._clock(), f"needs {need} again; they aren't free")
+            return False
+        if (group.id, group.nodes) != (row.placement_group, row.nodes):
+            self.store.replace_nodes(row.id, group.id, group.nodes)
+        return True
+
+    def _waited(self, key: tuple[str, str], now: float) -> float:
+        return now - self._since.setdefault(key, now)
+
+    def _notify(self, *, wake: bool = True) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+        if wake:
+            self._wake.set()

@@ -1,0 +1,140 @@
+"""The supervisors as the controller handles them: one actor a job, by name.
+
+Promises: looking never blocks; at most one supervisor of a job is alive; one that a
+controller before this one started is found again by its name.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from orchestrator.protocol import NAMESPACE, ResumeState, supervisor_actor
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 120.0
+"""Seconds without an answer after which a supervisor counts as lost."""
+
+
+class Presence(Enum):
+    """What is known of a job's supervisor."""
+
+    ABSENT = "absent"
+    """There is none."""
+    WORKING = "working"
+    DONE = "done"
+    """Its ``run`` has returned or raised, or it died."""
+
+
+class Supervisors(Protocol):
+    """Where supervisors come from."""
+
+    def start(self, resume: ResumeState) -> None:
+        """Start the supervisor of an attempt; there must be none."""
+
+    def look(self, job: str, now: float) -> Presence:
+        """What is known at ``now``, without waiting."""
+
+    def stop(self, job: str, reason: str) -> None:
+        """Ask it to end the ranks and the job as cancelled."""
+
+    def kill(self, job: str) -> None:
+        """End it at once, and with it its ranks; there may be none."""
+
+
+@dataclass
+class _Known:
+    actor: Any
+    run: Any | None
+    """Reference to ``run``'s result, if this controller called it."""
+    ping: Any | None = None
+    asked_at: float = 0.0
+
+
+class RaySupervisors:
+    """Supervisor actors on the Ray cluster that this process belongs to."""
+
+    def __init__(self, actor_class: type) -> None:
+        self._class = actor_class
+        self._known: dict[str, _Known] = {}
+
+    def start(self, resume: ResumeState) -> None:
+        import ray
+
+        actor = (
+            ray.remote(self._class)
+            .options(
+                name=supervisor_actor(resume.job),
+                namespace=NAMESPACE,
+                # It must go on while the controller restarts.
+                lifetime="detached",
+                num_cpus=0,
+                max_concurrency=8,
+            )
+            .remote()
+        )
+        self._known[resume.job] = _Known(actor, actor.run.remote(resume))
+
+    def look(self, job: str, now: float) -> Presence:
+        import ray
+
+        known = self._find(job)
+        if known is None:
+            return Presence.ABSENT
+        if known.run is not None:
+            ready, _ = ray.wait([known.run], timeout=0)
+            if ready:
+                self._log_end(job, known.run)
+                return Presence.DONE
+        if known.ping is None:
+            known.ping, known.asked_at = known.actor.ping.remote(), now
+        ready, _ = ray.wait([known.ping], timeout=0)
+        if not ready:
+            return Presence.DONE if now - known.asked_at > SILENCE_S else Presence.WORKING
+        answer, known.ping = known.ping, None
+        try:
+            going = ray.get(answer)
+        except Exception as error:  # noqa: BLE001 — whatever it is, it didn't answer
+            logger.warning("the supervisor of %s is lost: %s", job, _first_line(error))
+            return Presence.DONE
+        # Whose `run` we called may not have entered it yet when it answers.
+        return Presence.WORKING if going or known.run is not None else Presence.DONE
+
+    def stop(self, job: str, reason: str) -> None:
+        known = self._find(job)
+        if known is not None:
+            known.actor.stop.remote(reason)
+
+    def kill(self, job: str) -> None:
+        import ray
+
+        known = self._find(job)
+        self._known.pop(job, None)
+        if known is not None:
+            ray.kill(known.actor, no_restart=True)
+
+    def _find(self, job: str) -> _Known | None:
+        import ray
+
+        if job not in self._known:
+            try:
+                actor = ray.get_actor(supervisor_actor(job), namespace=NAMESPACE)
+            except ValueError:
+                return None
+            self._known[job] = _Known(actor, None)
+        return self._known[job]
+
+    def _log_end(self, job: str, run: Any) -> None:
+        import ray
+
+        try:
+            ray.get(run)
+        except Exception as error:  # noqa: BLE001 — what it raised is all that we want
+            logger.warning("the supervisor of %s ended: %s", job, _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

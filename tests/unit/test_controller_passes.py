@@ -1,0 +1,286 @@
+"""The controller pass by pass, with stand-ins for nodes and supervisors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodes
+from orchestrator.lifecycle import Cause, JobState, TransitionRefused
+from orchestrator.node_groups import Need, NodeCapacity, fit
+from orchestrator.protocol import SupervisorBatch
+from orchestrator.spec_errors import SpecError
+from tests.unit.control_plane import ControlPlane
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> ControlPlane:
+    return ControlPlane(tmp_path, 4)
+
+
+def report(plane: ControlPlane, job: str, state: JobState, cause: Cause, sequence: int = 1) -> None:
+    attempt = plane.store.job(job).attempt
+    batch = SupervisorBatch(sequence, transition=(state, cause))
+    assert plane.controller.report(job, attempt, batch).accepted
+
+
+def running(plane: ControlPlane, name: str = "toy", **changes: object) -> str:
+    job = plane.submit(name, **changes)
+    plane.steps(2)
+    report(plane, job, JobState.RUNNING, Cause.FIRST_STEP)
+    return job
+
+
+def test_a_job_takes_one_transition_a_pass_until_it_has_a_supervisor(plane: ControlPlane) -> None:
+    job = plane.submit()
+    assert plane.state(job) == "queued"
+    plane.steps()
+    assert (plane.state(job), plane.supervisors.started) == ("starting", [])
+    plane.steps()
+    (resume,) = plane.supervisors.started
+    assert (resume.job, resume.attempt, resume.step) == (job, 1, -1)
+    assert [n.slots for n in resume.nodes] == [4]
+    plane.steps(5)
+    assert len(plane.supervisors.started) == 1
+
+
+def test_of_two_jobs_on_slots_for_one_the_second_waits_and_says_why(plane: ControlPlane) -> None:
+    first, second = plane.submit("one"), plane.submit("two")
+    plane.steps(3)
+    assert (plane.state(first), plane.state(second)) == ("starting", "queued")
+    waiting = plane.store.job(second)
+    assert waiting.reason == "needs 1 node with 4 CPU slots; free now: 0 CPU slots"
+    plane.steps(5)
+    assert len(plane.told(second, "waiting")) == 1
+    report(plane, first, JobState.SUCCEEDED, Cause.STEPS_DONE)
+    plane.supervisors.done.add(first)
+    plane.steps(3)
+    assert (plane.state(first), plane.state(second)) == ("succeeded", "starting")
+
+
+def test_the_queue_goes_by_priority_then_age(plane: ControlPlane) -> None:
+    busy = running(plane)
+    old = plane.submit("old")
+    plane.submit("young")
+    urgent = plane.submit("urgent", resources={"priority": 5})
+    plane.steps()
+    assert plane.store.job(old).reason == f"waits behind {urgent}"
+    order = []
+    for job in (busy, urgent, old):
+        order.append(job)
+        sequence = 2 if job == busy else 1
+        report(plane, job, JobState.SUCCEEDED, Cause.STEPS_DONE, sequence)
+        plane.supervisors.done.add(job)
+        plane.steps(4)
+    assert [r.job for r in plane.supervisors.started] == [
+        busy,
+        urgent,
+        old,
+        plane.store.jobs()[2].id,
+    ]
+
+
+def test_what_can_never_fit_fails_at_once_on_a_fixed_cluster(plane: ControlPlane) -> None:
+    busy = running(plane)
+    wide = plane.submit("wide", slots_per_node=8)
+    many = plane.submit("many", num_nodes=2)
+    gpus = {"slots_per_node": None, "gpus_per_node": 1, "parallelism": {}}
+    gpu = plane.submit("gpu", **gpus)
+    plane.steps(3)
+    assert plane.state(busy) == "running"
+    for job, says in ((wide, "largest of 1 has 4"), (many, "has 1 such of 1"), (gpu, "has 0")):
+        row = plane.store.job(job)
+        assert row.state is JobState.FAILED
+        assert row.reason.startswith("can never fit: needs ") and says in row.reason
+
+
+def test_what_needs_more_nodes_waits_where_they_may_come_and_lets_others_pass(
+    tmp_path: Path,
+) -> None:
+    plane = ControlPlane(tmp_path, 4, fixed=False)
+    wide, small = plane.submit("wide", slots_per_node=8), plane.submit("small")
+    plane.steps(3)
+    assert (plane.state(wide), plane.state(small)) == ("queued", "starting")
+    plane.groups.total["node1"] = 8
+    plane.steps(2)
+    assert plane.state(wide) == "starting"
+
+
+def test_a_dead_supervisor_is_replaced_with_the_next_attempt(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    assert plane.state(job) == "recovering"
+    plane.steps()
+    assert [r.attempt for r in plane.supervisors.started] == [1, 2]
+    late = SupervisorBatch(2, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+    assert not plane.controller.report(job, 1, late).accepted
+    report(plane, job, JobState.RUNNING, Cause.FIRST_STEP)
+
+
+def test_supervisors_that_keep_dying_end_the_job_within_its_budget(plane: ControlPlane) -> None:
+    job = plane.submit(recovery={"max_restarts": 2})
+    for _ in range(12):
+        plane.steps()
+        if job in plane.supervisors.alive:
+            plane.supervisors.done.add(job)
+    row = plane.store.job(job)
+    assert row.state is JobState.FAILED
+    assert "max_restarts = 2" in row.reason
+    assert [r.attempt for r in plane.supervisors.started] == [1, 2, 3]
+    assert plane.groups.held == {}
+
+
+def test_a_new_controller_adopts_what_runs(plane: ControlPlane) -> None:
+    job = running(plane)
+    waiting = plane.submit("next")
+    plane.controller = plane.new_controller()
+    plane.steps(5)
+    assert plane.state(job) == "running"
+    assert [r.attempt for r in plane.supervisors.started] == [1]
+    assert plane.state(waiting) == "queued"
+
+
+def test_a_controller_that_died_before_starting_the_supervisor_starts_the_next_attempt(
+    plane: ControlPlane,
+) -> None:
+    job = plane.submit()
+    plane.steps()
+    plane.store.begin_attempt(job, "first start", plane.now)
+    plane.controller = plane.new_controller()
+    plane.steps()
+    assert [r.attempt for r in plane.supervisors.started] == [2]
+
+
+def test_a_cluster_that_was_lost_is_taken_anew(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.groups.held.clear()
+    plane.supervisors.alive.clear()
+    plane.steps(2)
+    assert plane.supervisors.started[-1].placement_group == "group2"
+    assert list(plane.groups.held) == ["group2"]
+    assert plane.store.job(job).placement_group == "group2"
+
+
+def test_no_attempt_is_given_to_a_supervisor_whose_nodes_are_gone(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.groups.held.clear()
+    plane.groups.total = {"node0": 2}
+    with pytest.raises(NoNodes, match="needs 1 node with 4 CPU slots again"):
+        plane.controller.next_attempt(job, "rank lost")
+    assert plane.store.job(job).attempt == 1
+
+
+def test_cancelling_asks_once_then_waits_for_the_supervisor(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.controller.cancel(job, "asked by me")
+    plane.controller.cancel(job, "asked again")
+    plane.steps(4)
+    assert plane.supervisors.stopped == [(job, "asked by me")]
+    assert plane.state(job) == "cancelling"
+    report(plane, job, JobState.CANCELLED, Cause.ENDED, 2)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    assert plane.groups.held == {}
+    with pytest.raises(TransitionRefused):
+        plane.controller.cancel(job, "again")
+
+
+def test_a_supervisor_that_does_not_end_is_ended(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.controller.cancel(job, "asked")
+    plane.steps(2)
+    plane.steps(2, seconds=CANCEL_GRACE_S)
+    row = plane.store.job(job)
+    assert row.state is JobState.CANCELLED
+    assert "didn't end within" in row.reason
+    assert plane.supervisors.alive == {}
+
+
+def test_a_queued_job_is_cancelled_at_once(plane: ControlPlane) -> None:
+    running(plane)
+    job = plane.submit("next")
+    assert plane.controller.cancel(job, "asked").state is JobState.CANCELLED
+
+
+def test_nodes_go_back_when_the_supervisor_has_finished_its_report(plane: ControlPlane) -> None:
+    job = running(plane)
+    report(plane, job, JobState.SUCCEEDED, Cause.STEPS_DONE, 2)
+    plane.steps(3)
+    assert plane.groups.held
+    plane.steps(2, seconds=FINISH_GRACE_S)
+    assert plane.groups.held == {}
+    assert plane.store.job(job).placement_group == ""
+
+
+def test_a_paused_job_gives_its_nodes_back_and_resumes_with_the_next_attempt(
+    plane: ControlPlane,
+) -> None:
+    job = running(plane)
+    report(plane, job, JobState.PAUSED, Cause.BUDGET_SPENT, 2)
+    plane.supervisors.done.add(job)
+    plane.controller.resume(job, "looked at")
+    plane.steps(3)
+    assert [r.attempt for r in plane.supervisors.started] == [1, 2]
+    assert len(plane.groups.held) == 1
+
+
+def test_one_jobs_exception_is_told_once_and_does_not_stop_the_others(plane: ControlPlane) -> None:
+    bad = plane.submit("bad", resources={"priority": 9}, slots_per_node=2)
+    good = plane.submit("good", slots_per_node=2)
+    plane.groups.broken.add(bad)
+    plane.steps(4)
+    assert plane.state(good) == "starting"
+    assert plane.told(bad, "controller_error") == [
+        "the controller can't go on with this job: the node is on fire"
+    ]
+    plane.groups.broken.clear()
+    plane.steps(1)
+    assert plane.state(bad) == "starting"
+
+
+def test_an_unwritable_job_directory_is_an_error_of_the_spec_before_anything_is_stored(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SpecError) as refused:
+        plane.submit(checkpoint={"storage_path": str(tmp_path / "file" / "jobs")})
+    (problem,) = refused.value.problems
+    assert problem.key == "checkpoint.storage_path"
+    assert "can't be made" in problem.message
+    assert plane.store.jobs() == []
+
+
+def test_a_submitted_job_has_its_directory_with_the_completed_spec(plane: ControlPlane) -> None:
+    job = plane.submit()
+    folder = Path(plane.store.job(job).job_dir)
+    assert folder == plane.jobs_dir / job
+    assert "train_micro_batch_size_per_gpu: 4" in (folder / "spec.yaml").read_text()
+    assert (folder / "logs").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("need", "now", "ever", "says"),
+    [
+        (Need(1, 4, "CPU"), True, True, ""),
+        (Need(2, 4, "CPU"), False, True, "free now: 6, 2 CPU slots"),
+        (Need(3, 2, "CPU"), False, False, "has 2 such of 3"),
+        (Need(1, 9, "CPU"), False, False, "the largest of 3 has 8"),
+        (Need(1, 1, "GPU"), True, True, ""),
+        (Need(1, 2, "GPU"), False, False, "needs 1 node with 2 GPUs; the largest of 3 has 1"),
+    ],
+)
+def test_fit_says_what_is_missing_in_numbers(need: Need, now: bool, ever: bool, says: str) -> None:
+    nodes = [
+        NodeCapacity("a", {"CPU": 8.0}, {"CPU": 6.0}),
+        NodeCapacity("b", {"CPU": 4.0}, {"CPU": 2.0}),
+        NodeCapacity("c", {"CPU": 1.0, "GPU": 1.0}, {"CPU": 0.0, "GPU": 1.0}),
+    ]
+    answer = fit(need, nodes)
+    assert (answer.now, answer.ever) == (now, ever)
+    assert says in answer.reason and bool(says) == bool(answer.reason)
+
+
+def test_a_cluster_without_nodes_fits_nothing() -> None:
+    assert "largest of 0 has 0" in fit(Need(1, 1, "CPU"), []).reason
