@@ -1,0 +1,62 @@
+"""What a supervisor needs of a group of ranks, whatever runs them.
+
+Promises: no call but ``kill`` waits for a rank; a rank that ended is told by ``ended``,
+never raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from launch.commands import Assignment, Command, RankResult
+from launch.snapshots import SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    how: Literal["done", "raised", "lost"]
+    """done: its loop returned; raised: its loop raised; lost: its process is gone."""
+    result: RankResult | None = None
+    error: str = ""
+    """One line for a person; empty when done."""
+    cause: BaseException | None = None
+    """What was raised."""
+
+
+class RankGroup(Protocol):
+    """The ranks of one job; one attempt at a time."""
+
+    def start(self) -> None:
+        """Begin an attempt: claim a standby worker a rank, or create one."""
+
+    def ready(self) -> bool:
+        """Whether every worker has done its imports; one that died shows in ``ended``."""
+
+    def master(self) -> tuple[str, int]:
+        """Address and a fresh port of rank 0's node. Call when ready."""
+
+    def run(self, assignments: Sequence[Assignment]) -> None:
+        """Give the ranks out, in order, and start their loops."""
+
+    def ended(self) -> tuple[RankEnd, ...]:
+        """Ranks that have ended in this attempt, in order of ranks."""
+
+    def post(self, command: Command) -> None:
+        """Send a command to every rank, rank 0 last."""
+
+    def kill(self) -> None:
+        """End every rank of the attempt; on return their processes are gone."""
+
+    def fill_standby(self) -> None:
+        """Start as many idle workers as there are ranks, without waiting for them."""
+
+    def copies(self) -> list[SnapshotKey]:
+        """What the keepers of all nodes hold of this job; a lost keeper holds nothing."""
+
+    def close(self) -> None:
+        """End the ranks and the standby workers."""

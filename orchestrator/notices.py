@@ -1,0 +1,115 @@
+"""What a supervisor says of a job, in words. Pure: values in, notices out.
+
+Promises: every notice is one sentence for a person, with the numbers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.commands import CopyFailed, DrillReport, RestorePoint
+from orchestrator.actions import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One event, before it has a time."""
+
+    kind: str
+    """One word, as ``attempt_started``."""
+    message: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+def attempt_started(attempt: int, ranks: int, restore: RestorePoint | None) -> Notice:
+    """The ranks are given out."""
+    start = restore.step if restore else 0
+    source = {"memory": "a copy in memory", "disk": "a checkpoint"}
+    told = f"from {source[restore.tier]}" if restore else "from the seed"
+    return Notice(
+        "attempt_started",
+        f"Attempt {attempt} starts {ranks} ranks at step {start}, {told}.",
+        {
+            "attempt": attempt,
+            "ranks": ranks,
+            "step": start,
+            "tier": restore.tier if restore else "seed",
+        },
+    )
+
+
+def training(attempt: int, step: int) -> Notice:
+    """An attempt's first step is done."""
+    return Notice(
+        "training", f"Attempt {attempt} trains; its first step was {step}.", {"step": step}
+    )
+
+
+def recovered(action: Action, seconds: float, step: int, lost: int) -> Notice:
+    """A step followed a way back."""
+    return Notice(
+        "recovered",
+        f"Recovered by {action.kind} in {seconds:.2f} s: step {step} is done again, "
+        f"{lost} steps were lost.",
+        {
+            "action": action.kind,
+            "in_place": action.in_place,
+            "time_to_recover_s": seconds,
+            "steps_lost": lost,
+            "step": step,
+        },
+    )
+
+
+def checkpoint(step: int, failed: str) -> Notice:
+    """A checkpoint was committed; ``failed`` says why it was not."""
+    if failed:
+        message = f"The checkpoint of step {step} was not made: {failed.rstrip('.')}."
+        return Notice("checkpoint_failed", message, {"step": step})
+    return Notice("checkpoint_written", f"Checkpoint of step {step} written.", {"step": step})
+
+
+def copy_failed(report: CopyFailed) -> Notice:
+    """A rank could not copy its state."""
+    return Notice(
+        "copy_failed",
+        f"Rank {report.rank} has no {report.tier} copy of step {report.step}: {report.error}",
+        {"rank": report.rank, "step": report.step, "tier": report.tier},
+    )
+
+
+def copy_refused(point: RestorePoint, error: str) -> Notice:
+    """A copy could not be loaded; the next attempt leaves it out."""
+    return Notice(
+        "copy_refused",
+        f"The {point.tier} copy of step {point.step} is left out: {error}",
+        {"step": point.step, "tier": point.tier},
+    )
+
+
+def drill(report: DrillReport) -> Notice:
+    """A rehearsed fault is about to happen."""
+    return Notice(
+        "drill",
+        f"Drill {report.drill} fires on rank {report.rank} before step {report.step}.",
+        {"drill": report.drill, "rank": report.rank, "step": report.step},
+    )
+
+
+def decided(action: Action) -> Notice:
+    """An action, with what a reader wants to know of it without looking it up."""
+    return Notice(
+        action.kind,
+        action.reason,
+        {
+            "step": action.step,
+            "to_step": action.to_step,
+            "in_place": action.in_place,
+            "skip_batches": list(action.skip_batches),
+            "precision": dict(action.precision),
+            "lr_scale": action.lr_scale,
+            "passed_over": [f"{p.rung}: {p.why}" for p in action.passed_over],
+        },
+    )

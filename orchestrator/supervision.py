@@ -1,0 +1,404 @@
+"""The supervisor's loop over one job, without Ray: reports in, decisions out, one pass a call.
+
+A pass (``step``) reads what the ranks reported, then looks at what ended, then at what is
+late. Incidents that one record shows are one decision; the action is durable before its
+command is posted. Promises: time is an argument; a pass never waits for a rank; when the
+controller refuses us, the ranks are ended and nothing is written any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from launch.commands import (
+    CopyFailed,
+    DrillReport,
+    Order,
+    RankReport,
+    Report,
+    RestorePoint,
+    RollbackReport,
+    SetPrecision,
+    SnapshotReport,
+    Stop,
+)
+from launch.rank_group import RankEnd, RankGroup
+from launch.snapshots import SnapshotError
+from monitoring.detectors import DetectorBank
+from monitoring.records import Incident, StepRecord
+from orchestrator import notices
+from orchestrator.actions import Action
+from orchestrator.attempt import assignments, ranks_told, world_size
+from orchestrator.attempt_state import AttemptState
+from orchestrator.checkpoint_shelf import CheckpointShelf
+from orchestrator.evidence import LOST_RANK
+from orchestrator.inbox import Inbox
+from orchestrator.journal import Journal, RunLog
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.lost_ranks import died, first_causes
+from orchestrator.outbox import ControllerUnreachableError, FencedError, Outbox
+from orchestrator.protocol import ControllerPort, ResumeState
+from orchestrator.recovery import decide, return_to_fp8
+from orchestrator.restore import choose, points_in_memory
+
+logger = logging.getLogger(__name__)
+
+BLAME_S = 0.5
+"""Seconds that errors of ranks wait for the news of a dead peer that would explain them."""
+DRAIN_S = 10.0
+"""Seconds that the last reports may take after the ranks have ended."""
+STOP_GRACE_S = 60.0
+"""Seconds beyond a step's deadline in which a stop must be done, its checkpoint included."""
+
+
+class Phase(Enum):
+    """Where an attempt stands."""
+
+    LAUNCHING = "launching"
+    """Workers do their imports."""
+    TRAINING = "training"
+    """Ranks are given out."""
+    STOPPING = "stopping"
+    """Ranks were told to stop."""
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the job is to end once its ranks have."""
+
+    state: JobState
+    cause: Cause
+    message: str
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """A rollback or restart that no step has followed yet."""
+
+    action: Action
+    detected: float
+    newest_seen: int
+    """Newest step that any rank had reported."""
+
+
+class Supervision:
+    """One job from one ``ResumeState`` to its end, over as many attempts as that takes."""
+
+    def __init__(
+        self,
+        resume: ResumeState,
+        controller: ControllerPort,
+        group: RankGroup,
+        *,
+        now: float,
+        run_log: RunLog | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Starts the workers of the first attempt."""
+        self.inbox = Inbox()
+        self._controller = controller
+        self._group = group
+        self._sleep = sleep
+        self._spec = resume.spec
+        self._world = world_size(resume)
+        self._journal = Journal(resume, Outbox(controller, resume.job, resume.attempt), run_log)
+        num_to_keep = resume.spec.checkpoint.num_to_keep
+        self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world)
+        self._bank = _bank(resume)
+        self._refused: set[RestorePoint] = set()
+        self._ways_back: list[WayBack] = []
+        self._stop_reason: str | None = None
+        self._ending: Ending | None = None
+        self._attempt = AttemptState(resume, self._world, now)
+        self.phase = Phase.LAUNCHING
+        group.start()
+
+    # What other threads call.
+
+    def deliver(self, reports: Sequence[Report]) -> None:
+        """Take in reports of the ranks."""
+        self.inbox.put(reports)
+
+    def ask_stop(self, reason: str) -> None:
+        """Stop at the next pass."""
+        self._stop_reason = reason
+        self.inbox.wake()
+
+    def status(self) -> dict[str, object]:
+        """Where the job stands, for whoever asks."""
+        facts = self._attempt.facts
+        return {
+            "phase": self.phase.value,
+            "attempt": facts.attempt,
+            "timeline": facts.timeline,
+            "step": facts.step,
+            "restorable": [(r.step, r.certified) for r in self._attempt.book.restorable()],
+            "high_precision_layers": sorted(facts.precision),
+        }
+
+    def close(self) -> None:
+        """End whatever still runs; after an error, or when the job is over."""
+        self._group.close()
+        self._journal.close()
+
+    # The pass.
+
+    def step(self, now: float) -> None:
+        """One pass at the time ``now``, seconds since the epoch."""
+        try:
+            if self._journal.refused is not None:
+                raise FencedError(self._journal.refused)
+            self._read(now)
+            ending = self._ending is not None or self.phase is Phase.OVER
+            if self._stop_reason is not None and not ending:
+                self._stop(now, JobState.CANCELLED, Cause.ENDED, self._stop_reason)
+            if self.phase is Phase.LAUNCHING:
+                self._launch(now)
+            elif self.phase is Phase.TRAINING:
+                self._watch(now)
+            elif self.phase is Phase.STOPPING:
+                self._watch_stop(now)
+        except FencedError as error:
+            logger.error("another attempt has the job; ending this one: %s", error)
+            self._group.close()
+            self.phase = Phase.OVER
+
+    def _read(self, now: float) -> None:
+        """Reports, in the order in which they came; others' attempts are refused."""
+        for report in self.inbox.drain():
+            attempt = self._attempt
+            if self.phase is Phase.OVER or report.attempt != attempt.facts.attempt:
+                continue
+            match report:
+                case RankReport():
+                    record = attempt.merger.add(report)
+                    if record is not None:
+                        self._record(record, now)
+                case SnapshotReport(tier="ring"):
+                    attempt.book.add(report, attempt.facts.timeline)
+                case SnapshotReport(tier="disk"):
+                    if report.timeline == attempt.facts.timeline and self._shelf.add(report):
+                        failed = self._shelf.commit(report)
+                        self._journal.happened(notices.checkpoint(report.step, failed), now)
+                case RollbackReport():
+                    logger.debug("rank %d is back at step %d", report.rank, report.step)
+                case DrillReport():
+                    attempt.facts.fired_drills.add(report.drill)
+                    self._journal.happened(notices.drill(report), now)
+                case CopyFailed():
+                    self._journal.happened(notices.copy_failed(report), now)
+
+    def _record(self, record: StepRecord, now: float) -> None:
+        attempt = self._attempt
+        first = not attempt.trains
+        attempt.record(record, now)
+        incidents = self._bank.observe(record)
+        due = record.step % self._spec.snapshots.every == 0
+        self._journal.recorded(record, self._bank.state_dict() if due else None)
+        self._followed(record, first, now)
+        if incidents:
+            attempt.book.unhealthy(record.step)
+            if self.phase is Phase.TRAINING:
+                self._decide(incidents, now)
+        else:
+            attempt.book.healthy(record.step)
+            self._calm(now)
+
+    def _followed(self, record: StepRecord, first: bool, now: float) -> None:
+        """Says so when a step is the first one after a start or a way back."""
+        ways, self._ways_back = self._ways_back, []
+        told = [notices.training(record.attempt, record.step)] if first else []
+        for way in ways:
+            lost = max(0, way.newest_seen + 1 - record.step)
+            told.append(notices.recovered(way.action, now - way.detected, record.step, lost))
+        cause = Cause.FIRST_STEP if first else Cause.RECOVERED
+        for notice in told:
+            last = notice is told[-1]
+            self._journal.happened(notice, now, (JobState.RUNNING, cause) if last else None)
+        if first and self._spec.resources.standby:
+            self._group.fill_standby()
+
+    # Decisions.
+
+    def _decide(self, incidents: Sequence[Incident], now: float) -> None:
+        attempt = self._attempt
+        history = attempt.facts.history(now, attempt.book.restorable())
+        action = decide(incidents, history, self._spec.recovery)
+        transition = None
+        if action.kind != "skip_step":
+            lost = any(incident.kind in LOST_RANK for incident in incidents)
+            transition = (JobState.RECOVERING, Cause.RANK_LOST if lost else Cause.INCIDENT)
+        self._journal.decided(action, incidents, transition, self._bank.state_dict())
+        way = WayBack(action, now, attempt.newest_seen())
+        attempt.facts.apply(action)
+        match action.kind:
+            case "skip_step":
+                return
+            case "fail":
+                self._finish(now, JobState.FAILED, Cause.ERROR, action.reason)
+            case "pause":
+                if action.to_step is not None:
+                    self._go_back(action, now)
+                self._stop(now, JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
+            case _ if action.in_place:
+                self._ways_back.append(way)
+                self._go_back(action, now)
+            case _:
+                self._ways_back.append(way)
+                self._next_attempt(action.reason, now)
+
+    def _calm(self, now: float) -> None:
+        """Layers that have been quiet long enough go back to FP8."""
+        attempt = self._attempt
+        if not attempt.facts.precision or self.phase is not Phase.TRAINING:
+            return
+        history = attempt.facts.history(now, attempt.book.restorable())
+        action = return_to_fp8(history, self._spec.recovery)
+        if action.kind != "none":
+            self._journal.decided(action, (), None, self._bank.state_dict())
+            attempt.facts.apply(action)
+            self._post(SetPrecision(dict(action.precision)))
+
+    def _go_back(self, action: Action, now: float) -> None:
+        """Every rank to its own snapshot of ``action.to_step``, as a new timeline."""
+        order = self._attempt.go_back(action, now)
+        self._shelf.forget()
+        self._bank.rewind(order.to_step, timeline=order.timeline)
+        self._post(order)
+
+    def _post(self, order: Order) -> None:
+        self._group.post(self._attempt.command(order))
+
+    # Attempts.
+
+    def _next_attempt(self, reason: str, now: float) -> None:
+        self._group.kill()
+        self._journal.flush()
+        while True:
+            try:
+                resume = self._controller.next_attempt(self._attempt.resume.job, reason)
+                break
+            except ControllerUnreachableError as error:
+                logger.warning("no next attempt yet: %s", error)
+                self._sleep(0.5)
+        self._journal.begin(resume.attempt)
+        self._shelf.forget()
+        before = self._attempt.facts
+        self._attempt = AttemptState(resume, self._world, now)
+        self._attempt.facts.fired_drills |= before.fired_drills
+        self._attempt.facts.fp8_layers = before.fp8_layers
+        self.phase = Phase.LAUNCHING
+        self._group.start()
+
+    def _launch(self, now: float) -> None:
+        """Give the ranks out once all workers are there."""
+        if self._failed(now) or self._late(now) or not self._group.ready():
+            return
+        attempt = self._attempt
+        points = points_in_memory(self._group.copies(), self._world) + self._shelf.points()
+        attempt.restore = choose(points, attempt.facts.actions, self._refused)
+        self._bank.rewind(attempt.restore.step if attempt.restore else 0)
+        self._group.run(
+            assignments(attempt.resume, attempt.facts, attempt.restore, self._group.master())
+        )
+        self.phase = Phase.TRAINING
+        started = notices.attempt_started(attempt.facts.attempt, self._world, attempt.restore)
+        self._journal.happened(started, now)
+
+    def _watch(self, now: float) -> None:
+        if self._failed(now) or self._late(now):
+            return
+        ended = self._group.ended()
+        if len(ended) == self._world and self._drained(ended, now):
+            done = f"All {self._spec.training.steps} steps are done."
+            self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
+
+    def _failed(self, now: float) -> bool:
+        """Whether ranks have failed: the attempt is over, or about to be."""
+        attempt = self._attempt
+        failed = [end for end in self._group.ended() if end.how != "done"]
+        if not failed:
+            return False
+        attempt.ended_since = attempt.ended_since or now
+        cause = first_causes(failed)[0]
+        if cause.how != "lost" and now - attempt.ended_since < BLAME_S:
+            return True
+        if attempt.restore is not None and isinstance(cause.cause, SnapshotError):
+            self._refused.add(attempt.restore)
+            self._journal.happened(notices.copy_refused(attempt.restore, cause.error), now)
+        self._decide([died(failed, attempt.facts, now)], now)
+        return True
+
+    def _late(self, now: float) -> bool:
+        """Whether the first or the next step is overdue; the attempt is then over."""
+        incident = self._attempt.overdue(now)
+        if incident is not None:
+            self._decide([incident], now)
+        return incident is not None
+
+    # Ends.
+
+    def _stop(self, now: float, state: JobState, cause: Cause, reason: str) -> None:
+        """Stop the ranks after a checkpoint; at once where there is nothing to save."""
+        nothing_new = self.phase is Phase.LAUNCHING or not self._attempt.trains
+        if nothing_new or any(end.how != "done" for end in self._group.ended()):
+            self._finish(now, state, cause, reason)
+            return
+        deadline = now + self._attempt.step_limit_s() + STOP_GRACE_S
+        self._ending = Ending(state, cause, reason, deadline)
+        self._attempt.ended_since = None
+        self._post(Stop(reason, checkpoint=True))
+        self.phase = Phase.STOPPING
+
+    def _watch_stop(self, now: float) -> None:
+        ending = self._ending
+        assert ending is not None
+        ended = self._group.ended()
+        failed = [end for end in ended if end.how != "done"]
+        if failed:
+            told = ranks_told([end.rank for end in first_causes(failed)])
+            note = f" (no checkpoint: {told} ended before it was written)"
+        elif len(ended) == self._world and self._drained(ended, now):
+            note = ""
+        elif now > ending.deadline:
+            note = " (ended without a checkpoint: the ranks did not stop in time)"
+        else:
+            return
+        self._finish(now, ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
+
+    def _drained(self, ended: Sequence[RankEnd], now: float) -> bool:
+        """Whether all that the ended ranks had to report is here, or won't come any more."""
+        attempt = self._attempt
+        attempt.ended_since = attempt.ended_since or now
+        steps = max((end.result.step for end in ended if end.result), default=0)
+        complete = attempt.facts.step + 1 >= steps and not self._shelf.waiting()
+        return complete or now - attempt.ended_since > DRAIN_S
+
+    def _finish(self, now: float, state: JobState, cause: Cause, message: str) -> None:
+        """The job's end. The report comes first, so that whoever sees the state finds it."""
+        self._group.close()
+        self._journal.happened(notices.Notice("ended", message, {"state": state.word}), now)
+        self._journal.write_report(state)
+        last = notices.Notice(state.word, f"The job is {state.word}.")
+        self._journal.happened(last, now, (state, cause))
+        self._journal.flush()
+        self.phase = Phase.OVER
+
+
+def _bank(resume: ResumeState) -> DetectorBank:
+    """The detectors where an earlier supervisor left them; anew if that can't be read."""
+    spec = resume.spec
+    bank = DetectorBank(spec.detection, save_every=spec.snapshots.every)
+    if resume.detector_state is not None:
+        try:
+            bank.load_state_dict(resume.detector_state)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("detectors start anew, their stored state is unreadable: %r", error)
+            bank = DetectorBank(spec.detection, save_every=spec.snapshots.every)
+    return bank

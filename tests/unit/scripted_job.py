@@ -1,0 +1,342 @@
+"""Ranks and a controller without processes: a supervisor is stepped against them.
+
+``ScriptedRanks`` keeps the ranks' side of the bargain (commands at step boundaries,
+snapshots, the skip ledger) and breaks on demand; ``ScriptedController`` stores, refuses
+and forgets as the real one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.commands import (
+    Assignment,
+    Command,
+    RankReport,
+    RankResult,
+    Report,
+    Rollback,
+    RollbackReport,
+    SetPrecision,
+    SnapshotReport,
+    Stop,
+)
+from launch.rank_group import RankEnd
+from launch.snapshots import SnapshotKey
+from monitoring.amax import encode
+from orchestrator.actions import Action
+from orchestrator.outbox import ControllerUnreachableError
+from orchestrator.protocol import Acknowledgement, NodeSlot, ResumeState, SupervisorBatch
+from orchestrator.resume import standing
+from orchestrator.spec import JobSpec
+from orchestrator.supervision import Phase, Supervision
+
+LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down")
+WORLD = 2
+
+
+def spec(**sections: Any) -> JobSpec:
+    values: dict[str, Any] = {
+        "name": "scripted",
+        "slots_per_node": WORLD,
+        "training": {"steps": 200},
+        "snapshots": {"every": 5, "keep": 6, "certify_after": 5},
+        "checkpoint": {"every": 0},
+        "detection": {"min_history": 6, "settle_steps": 2},
+        "recovery": {"calm_steps": 20, "horizon": 50},
+    }
+    for name, section in sections.items():
+        known = values.get(name)
+        values[name] = known | section if isinstance(known, dict) else section
+    return JobSpec.model_validate(values)
+
+
+class ScriptedController:
+    """In-memory store with fencing; ``down`` makes it unreachable, ``fenced`` refuse all."""
+
+    def __init__(self, job_spec: JobSpec, job_dir: Path) -> None:
+        self.spec = job_spec
+        self.job_dir = job_dir
+        self.attempt = 1
+        self.down = 0
+        """Calls that will fail before it is back."""
+        self.fenced = False
+        self.order: list[str] = []
+        """What was stored, in order: kinds of actions and events, states."""
+        self.steps: list[dict[str, Any]] = []
+        self.actions: list[Action] = []
+        self.events: list[Any] = []
+        self.states: list[tuple[str, str]] = []
+        self.detector_state: Any = None
+        self._sequences: set[tuple[int, int]] = set()
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        if self.down > 0:
+            self.down -= 1
+            raise ControllerUnreachableError("restarting")
+        if self.fenced or attempt != self.attempt:
+            return Acknowledgement(False, f"attempt {attempt} is not the current one")
+        if (attempt, batch.sequence) in self._sequences:
+            return Acknowledgement(True)
+        self._sequences.add((attempt, batch.sequence))
+        self.steps.extend(dict(step) for step in batch.steps)
+        self.events.extend(batch.events)
+        self.actions.extend(batch.actions)
+        self.order += [f"action {a.kind}" for a in batch.actions]
+        if batch.transition is not None:
+            state, cause = batch.transition
+            self.states.append((state.word, cause.name))
+            self.order.append(f"state {state.word}")
+        self.detector_state = batch.detector_state or self.detector_state
+        return Acknowledgement(True)
+
+    def next_attempt(self, job: str, reason: str) -> ResumeState:
+        self.attempt += 1
+        return self.resume()
+
+    def resume(self) -> ResumeState:
+        stand = standing(self.spec, self.actions)
+        return ResumeState(
+            job="scripted-000001",
+            spec=self.spec,
+            job_dir=str(self.job_dir),
+            attempt=self.attempt,
+            timeline=stand.timeline,
+            step=max((s["step"] for s in self.steps[-1:]), default=-1),
+            actions=tuple(self.actions),
+            precision=stand.precision,
+            ledger=stand.ledger,
+            lr_scale=stand.lr_scale,
+            fired_drills=(),
+            detector_state=self.detector_state,
+            nodes=(NodeSlot("00" * 28, "127.0.0.1", 0, WORLD),),
+            placement_group="",
+        )
+
+    def kinds(self) -> list[str]:
+        return [action.kind for action in self.actions]
+
+    def event(self, kind: str) -> Any:
+        return next(e for e in reversed(self.events) if e.kind == kind)
+
+
+@dataclass
+class Script:
+    """What happens at which step, to whom."""
+
+    spike: Callable[[int, int], bool] = lambda step, batch: False
+    """(step, batch) whose loss is ten times too high."""
+    nonfinite: frozenset[int] = frozenset()
+    saturated: Callable[[int, str], bool] = lambda step, layer: False
+    """(step, layer) that saturates while it computes in FP8."""
+
+
+@dataclass
+class ScriptedRanks:
+    """All ranks as one: they run in lockstep."""
+
+    script: Script = field(default_factory=Script)
+    deliver: Callable[[Sequence[Report]], None] = lambda reports: None
+    assignments: Sequence[Assignment] = ()
+    attempts: list[Sequence[Assignment]] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    held: list[SnapshotKey] = field(default_factory=list)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    importing: bool = False
+    running: bool = False
+    kills: int = 0
+    standby: int = 0
+    closed: bool = False
+    on_post: Callable[[Command], None] = lambda command: None
+
+    # What the supervisor calls.
+
+    def start(self) -> None:
+        self.ends = {}
+        self.running = False
+        self.standby = 0
+
+    def ready(self) -> bool:
+        return not self.importing
+
+    def master(self) -> tuple[str, int]:
+        return ("127.0.0.1", 29500 + len(self.attempts))
+
+    def run(self, assignments: Sequence[Assignment]) -> None:
+        first = assignments[0]
+        self.assignments = assignments
+        self.attempts.append(assignments)
+        self.running = True
+        self.waiting: list[Command] = []
+        self.step = first.restore.step if first.restore else 0
+        self.timeline = first.timeline
+        self.ledger = set(first.ledger)
+        self.precision = dict(first.precision)
+        self.attempt = first.attempt
+
+    def ended(self) -> tuple[RankEnd, ...]:
+        return tuple(self.ends[rank] for rank in sorted(self.ends))
+
+    def post(self, command: Command) -> None:
+        self.on_post(command)
+        self.commands.append(command)
+        self.waiting.append(command)
+
+    def kill(self) -> None:
+        self.kills += 1
+        self.running = False
+
+    def fill_standby(self) -> None:
+        self.standby = WORLD
+
+    def copies(self) -> list[SnapshotKey]:
+        return list(self.held)
+
+    def close(self) -> None:
+        self.kill()
+        self.closed = True
+
+    # What a test calls.
+
+    def lose(self, rank: int) -> None:
+        """SIGKILL: nothing is reported any more."""
+        self.running = False
+        self.ends[rank] = RankEnd(rank, "lost", error="the process was killed")
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        self.running = False
+        self.ends[rank] = RankEnd(rank, "raised", error=repr(error), cause=error)
+
+    def train(self, steps: int = 1) -> None:
+        """Run steps, each after the commands that have come."""
+        for _ in range(steps):
+            self._apply()
+            if self.running:
+                self._step()
+
+    def finish(self) -> None:
+        for rank in range(WORLD):
+            self.ends[rank] = RankEnd(rank, "done", RankResult(rank, self.step, "finished"))
+        self.running = False
+
+    def batch_of(self, step: int) -> int:
+        return [b for b in range(step + len(self.ledger) + 1) if b not in self.ledger][step]
+
+    def _apply(self) -> None:
+        for command in self.waiting:
+            assert command.attempt == self.attempt
+            order = command.order
+            if isinstance(order, Rollback):
+                self.step, self.timeline = order.to_step, order.timeline
+                self.ledger |= set(order.skip_batches)
+                self.precision |= dict(order.precision or {})
+                self.deliver(
+                    [
+                        RollbackReport(self.attempt, self.timeline, r, self.step, 0.0, 0.01)
+                        for r in range(WORLD)
+                    ]
+                )
+            elif isinstance(order, SetPrecision):
+                self.precision |= dict(order.precision)
+            elif isinstance(order, Stop):
+                for rank in range(WORLD):
+                    result = RankResult(rank, self.step, "stopped", order.reason)
+                    self.ends[rank] = RankEnd(rank, "done", result)
+                self.running = False
+        self.waiting = []
+
+    def _step(self) -> None:
+        if self.step % 5 == 0:
+            for rank in range(WORLD):
+                for tier in ("ring", "memory"):
+                    report = SnapshotReport(
+                        self.attempt, self.timeline, rank, self.step, tier, 10, "d"
+                    )
+                    self.deliver([report])
+                key = SnapshotKey("scripted-000001", self.attempt, self.timeline, rank, self.step)
+                self.held.append(key)
+        for rank in range(WORLD):
+            self.deliver([self._report(rank)])
+        self.step += 1
+
+    def _report(self, rank: int) -> RankReport:
+        batch = self.batch_of(self.step)
+        skipped = self.step in self.script.nonfinite
+        loss = 5.0 * math.exp(-0.005 * self.step) * (1 + 0.002 * (self.step % 3))
+        if self.script.spike(self.step, batch):
+            loss *= 10
+        names = tuple(f"{layer}/{role}" for layer in LAYERS for role in ("input", "weight"))
+        in_bf16 = tuple(name for name in LAYERS if self.precision.get(name) == "bf16")
+        stats = np.array([[4.0, 100.0, 0.0, 0.0, 0.0, 1000.0]] * len(names), np.float32)
+        for i, name in enumerate(names):
+            layer = name.split("/")[0]
+            if self.script.saturated(self.step, layer) and layer not in in_bf16:
+                stats[i] = [400.0, 100.0, 300.0, 0.0, 0.0, 1000.0]
+        return RankReport(
+            attempt=self.attempt,
+            timeline=self.timeline,
+            rank=rank,
+            step=self.step,
+            time=float(self.step),
+            batch=batch,
+            loss=math.nan if skipped else loss,
+            grad_norm=math.nan if skipped else 1.0,
+            lr=1e-3,
+            tokens=4096,
+            step_time_s=0.1,
+            skipped=skipped,
+            nonfinite_parameters=(),
+            nonfinite_loss=skipped and rank == 0,
+            comm={"bytes": 10.0 * (rank + 1)},
+            stats=encode(stats),
+            stats_names=names,
+            high_precision_layers=in_bf16,
+            drills=(),
+            command=self.commands[-1].number if self.commands else 0,
+        )
+
+
+class Bench:
+    """A supervisor between scripted ranks and a scripted controller, with a clock by hand."""
+
+    def __init__(self, job_dir: Path, script: Script | None = None, **sections: Any) -> None:
+        self.controller = ScriptedController(spec(**sections), job_dir)
+        self.ranks = ScriptedRanks(script or Script())
+        self.now = 1000.0
+        self.pauses: list[float] = []
+        self.take_over(self.controller.resume())
+
+    def take_over(self, resume: ResumeState) -> None:
+        """A supervisor that starts from ``resume``."""
+        self.supervision = Supervision(
+            resume, self.controller, self.ranks, now=self.now, sleep=self.pauses.append
+        )
+        self.ranks.deliver = self.supervision.deliver
+
+    def step(self, seconds: float = 0.1) -> None:
+        """One pass of the supervisor."""
+        self.now += seconds
+        self.supervision.step(self.now)
+
+    def train(self, steps: int) -> None:
+        """Steps of the ranks, a pass of the supervisor after each."""
+        for _ in range(steps):
+            if not self.ranks.running:
+                self.step()
+            self.ranks.train()
+            self.step()
+
+    def settled(self) -> ScriptedController:
+        """The controller, once all that was told has arrived."""
+        if self.supervision.phase is not Phase.OVER:
+            assert self.supervision._journal.flush(10.0)
+        return self.controller
+
+    def close(self) -> None:
+        self.supervision.close()

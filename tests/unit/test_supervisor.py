@@ -1,0 +1,455 @@
+"""The supervisor one pass at a time, against ranks and a controller that break on demand."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands import Command, RankReport, RestorePoint, Rollback, SetPrecision, Stop
+from launch.snapshots import DamagedSnapshotError, SnapshotKey
+from orchestrator.supervision import BLAME_S, Phase
+from tests.unit.scripted_job import LAYERS, WORLD, Bench, Script
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def make(script: Script | None = None, **sections: Any) -> Bench:
+        made.append(Bench(tmp_path, script, **sections))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def saturates_from(step: int, layer: str = LAYERS[1]) -> Script:
+    return Script(saturated=lambda s, name: s >= step and name == layer)
+
+
+class TestStart:
+    def test_ranks_are_given_out_once_all_workers_are_there(self, bench: Make) -> None:
+        job = bench()
+        job.ranks.importing = True
+        job.step()
+        assert not job.ranks.attempts
+        job.ranks.importing = False
+        job.step()
+        (assignments,) = job.ranks.attempts
+        assert [a.rank for a in assignments] == [0, 1]
+        assert assignments[0].restore is None and assignments[0].attempt == 1
+
+    def test_the_job_runs_with_its_first_step_and_standby_workers_come_after_it(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.step()
+        assert job.ranks.standby == 0
+        job.train(1)
+        assert job.ranks.standby == WORLD
+        assert job.settled().states == [("running", "FIRST_STEP")]
+
+    def test_no_standby_workers_come_where_the_spec_says_so(self, bench: Make) -> None:
+        job = bench(resources={"standby": False})
+        job.train(2)
+        assert job.ranks.standby == 0
+
+    def test_a_step_counts_once_all_ranks_have_reported_it(self, bench: Make) -> None:
+        job = bench()
+        job.step()
+        reports: list[Any] = []
+        job.ranks.deliver = reports.extend
+        job.ranks.train()
+        rank_0, rank_1 = [r for r in reports if isinstance(r, RankReport)]
+        job.supervision.deliver([rank_0])
+        job.step()
+        assert job.settled().steps == []
+        job.supervision.deliver([rank_1])
+        job.step()
+        (step,) = job.settled().steps
+        assert step["comm"] == {"bytes": 15.0}
+
+    def test_a_first_step_that_does_not_come_restarts_the_attempt(self, bench: Make) -> None:
+        job = bench(recovery={"init_timeout_s": 30.0})
+        job.step()
+        job.step(29.0)
+        assert job.controller.kinds() == []
+        job.step(2.0)
+        assert job.controller.kinds() == ["restart"]
+        assert job.controller.actions[0].incidents[0].kind == "rank_hung"
+
+
+class TestInPlace:
+    def test_a_saturated_layer_goes_to_bf16_on_every_rank(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.train(23)
+        (action,) = job.controller.actions
+        assert action.kind == "layer_fallback" and action.precision == {LAYERS[1]: "bf16"}
+        (command,) = job.ranks.commands
+        assert command.number == 1 and isinstance(command.order, Rollback)
+        assert command.order.to_step == 15, "20 has not been followed by enough healthy steps"
+        assert command.order.skip_batches == (22,)
+        assert command.order.precision == {LAYERS[0]: "fp8", LAYERS[1]: "bf16"}
+        job.train(1)
+        assert job.ranks.kills == 0
+        assert job.settled().states[-2:] == [("recovering", "INCIDENT"), ("running", "RECOVERED")]
+        assert job.controller.steps[-1]["timeline"] == 1
+        assert job.controller.steps[-1]["step"] == 15
+
+    def test_recovery_says_how_long_it_took_and_what_it_cost(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.train(23)
+        job.ranks.train()
+        job.step(1.5)
+        detail = job.settled().event("recovered").detail
+        assert detail["time_to_recover_s"] == pytest.approx(1.5)
+        assert detail["steps_lost"] == 22 + 1 - 15
+        assert detail["in_place"] is True
+
+    def test_the_action_is_stored_before_its_command_is_posted(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        stored: list[list[str]] = []
+        job.ranks.on_post = lambda command: stored.append(list(job.controller.order))
+        job.train(23)
+        assert stored and "action layer_fallback" in stored[0]
+
+    def test_the_same_steps_without_saturation_are_left_alone(self, bench: Make) -> None:
+        job = bench()
+        job.train(40)
+        assert job.settled().kinds() == [] and job.ranks.commands == []
+
+    def test_reports_of_the_timeline_that_was_left_are_refused(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.step()
+        job.ranks.train(25)  # ranks are ahead: 23 and 24 ran before the command came
+        job.step()
+        assert max(s["step"] for s in job.settled().steps) == 22
+        job.train(1)
+        detail = job.settled().event("recovered").detail
+        assert detail["step"] == 15
+
+    def test_a_bad_batch_is_skipped_and_the_spike_does_not_come_back(self, bench: Make) -> None:
+        job = bench(Script(spike=lambda step, batch: batch == 22))
+        job.train(60)
+        assert job.settled().kinds() == ["rollback"]
+        assert job.ranks.ledger == {22}
+        assert [s["batch"] for s in job.controller.steps if s["timeline"] == 1][7] == 23
+
+    def test_a_spike_that_stays_climbs_to_bf16_and_pauses_with_a_good_state(
+        self, bench: Make
+    ) -> None:
+        job = bench(Script(spike=lambda step, batch: step >= 22), recovery={"max_lr_cuts": 1})
+        job.train(200)
+        assert job.settled().kinds() == ["rollback", "whole_bf16", "lower_lr", "pause"]
+        back, stop = job.ranks.commands[-2:]
+        assert isinstance(back.order, Rollback) and isinstance(stop.order, Stop)
+        assert stop.order.checkpoint
+        assert job.controller.states[-1] == ("paused", "BUDGET_SPENT")
+        assert job.ranks.closed
+
+    def test_a_nonfinite_step_is_noted_and_nothing_is_commanded(self, bench: Make) -> None:
+        job = bench(Script(nonfinite=frozenset({22})))
+        job.train(40)
+        assert job.settled().kinds() == ["skip_step"]
+        assert job.ranks.commands == []
+        assert job.controller.states == [("running", "FIRST_STEP")]
+
+    def test_layers_return_to_fp8_after_the_calm_stretch(self, bench: Make) -> None:
+        job = bench(Script(saturated=lambda s, name: s == 22 and name == LAYERS[1]))
+        job.train(23 + 7 + 20)
+        assert job.settled().kinds() == ["layer_fallback"]
+        job.train(1)
+        assert job.settled().kinds() == ["layer_fallback", "return_to_fp8"]
+        order = job.ranks.commands[-1].order
+        assert isinstance(order, SetPrecision) and order.precision == {LAYERS[1]: "fp8"}
+        job.train(2)
+        assert job.ranks.precision[LAYERS[1]] == "fp8"
+
+    def test_an_incident_before_the_first_snapshots_restarts_further_back(
+        self, bench: Make
+    ) -> None:
+        job = bench(saturates_from(22))
+        job.step()
+        keep = job.supervision.deliver
+        job.ranks.deliver = lambda reports: keep(
+            [r for r in reports if getattr(r, "tier", "") != "ring"]
+        )
+        job.train(23)
+        (action,) = job.settled().actions
+        assert not action.in_place and action.to_step == 22
+        job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(20, "memory", 1, 0)
+        assert job.ranks.attempts[-1][0].precision == {LAYERS[1]: "bf16"}
+        assert job.ranks.attempts[-1][0].ledger == (22,)
+
+
+class TestLostRanks:
+    def test_a_dead_rank_ends_the_others_and_the_newest_copies_are_taken(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        job.ranks.lose(1)
+        job.step()
+        assert job.controller.kinds() == ["restart"] and job.ranks.kills == 1
+        assert job.controller.actions[0].incidents[0].ranks == (1,)
+        job.train(1)
+        again = job.ranks.attempts[-1]
+        assert again[0].restore == RestorePoint(20, "memory", 1, 0)
+        assert {a.attempt for a in again} == {2}
+        assert again[0].master_port != job.ranks.attempts[0][0].master_port
+        assert [s for s, _ in job.settled().states] == ["running", "recovering", "running"]
+        assert job.controller.states[-1] == ("running", "FIRST_STEP")
+        assert job.controller.event("recovered").detail["steps_lost"] == 23 - 20
+
+    def test_a_healthy_group_is_not_ended(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        assert job.ranks.kills == 0 and len(job.ranks.attempts) == 1
+
+    def test_a_step_that_some_rank_has_no_copy_of_is_not_taken(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        job.ranks.held = [k for k in job.ranks.held if (k.rank, k.step) != (1, 20)]
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(15, "memory", 1, 0)
+
+    def test_without_any_copy_the_seed_is_where_it_starts(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        job.ranks.held = []
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert job.ranks.attempts[-1][0].restore is None
+
+    def test_copies_of_a_branch_that_was_rolled_back_are_not_taken(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.train(23)
+        assert job.controller.kinds() == ["layer_fallback"]
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(15, "memory", 1, 0)
+        assert job.ranks.attempts[-1][0].precision == {LAYERS[1]: "bf16"}
+
+    def test_a_damaged_copy_is_told_and_the_next_one_is_taken(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        damage = DamagedSnapshotError(1, 20, "memory", "digest differs")
+        job.ranks.fail(1, damage)
+        job.step()
+        job.step(BLAME_S)
+        assert job.settled().event("copy_refused").detail == {"step": 20, "tier": "memory"}
+        job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(15, "memory", 1, 0)
+
+    def test_a_peers_broken_connection_is_blamed_on_the_rank_that_died(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.fail(0, RuntimeError("gloo: Connection closed by peer"))
+        job.step(0.1)
+        assert job.controller.kinds() == [], "the cause may still be on its way"
+        job.ranks.lose(1)
+        job.step(0.1)
+        incident = job.controller.actions[0].incidents[0]
+        assert incident.ranks == (1,) and "rank 1 died" in incident.message.lower()
+
+    def test_an_error_of_the_ranks_themselves_fails_the_job_the_second_time(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        for _ in range(2):
+            job.step()
+            for rank in range(WORLD):
+                job.ranks.fail(rank, FileNotFoundError("no such corpus"))
+            job.step()
+            job.step(BLAME_S)
+        assert job.controller.kinds() == ["restart", "fail"]
+        assert job.controller.states[-1] == ("failed", "ERROR")
+        assert "Ranks 0, 1 raised" in job.controller.actions[-1].incidents[0].message
+
+    def test_ranks_that_stop_reporting_are_restarted(self, bench: Make) -> None:
+        job = bench(recovery={"step_timeout_s": 5.0})
+        job.train(12)
+        job.step(4.0)
+        assert job.controller.kinds() == []
+        job.step(2.0)
+        assert job.controller.kinds() == ["restart"]
+
+    def test_restarts_run_out(self, bench: Make) -> None:
+        job = bench(recovery={"max_restarts": 2})
+        for _ in range(3):
+            job.train(8)
+            job.ranks.lose(0)
+            job.step()
+        assert job.controller.kinds() == ["restart", "restart", "pause"]
+        assert job.controller.states[-1] == ("paused", "BUDGET_SPENT")
+
+    def test_a_new_supervisor_goes_on_with_what_the_store_and_the_keepers_hold(
+        self, bench: Make
+    ) -> None:
+        job = bench(saturates_from(22))
+        job.train(30)
+        job.settled()
+        job.supervision.close()
+        job.take_over(job.controller.next_attempt("scripted-000001", "supervisor lost"))
+        job.step()
+        first = job.ranks.attempts[-1][0]
+        assert first.restore == RestorePoint(20, "memory", 1, 1)
+        assert first.precision == {LAYERS[1]: "bf16"} and first.ledger == (22,)
+        job.train(10)
+        assert job.settled().kinds() == ["layer_fallback"], "its detectors know what they knew"
+
+
+class TestController:
+    def test_a_refusal_ends_the_ranks_and_nothing_more_is_written(self, bench: Make) -> None:
+        job = bench()
+        job.train(10)
+        before = len(job.settled().steps)
+        job.controller.fenced = True
+        job.ranks.train(3)
+        job.step()
+        deadline = time.monotonic() + 5
+        while job.supervision.phase is not Phase.OVER and time.monotonic() < deadline:
+            job.step()
+            time.sleep(0.01)
+        assert job.supervision.phase is Phase.OVER
+        assert job.ranks.closed and len(job.controller.steps) == before
+
+    def test_a_refused_action_is_not_carried_out(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.train(22)
+        job.settled()
+        job.controller.fenced = True
+        job.train(1)
+        assert job.ranks.commands == [] and job.ranks.closed
+
+    def test_training_goes_on_while_the_controller_restarts_and_nothing_is_lost(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(5)
+        job.settled()
+        job.controller.down = 3
+        job.train(10)
+        assert job.ranks.step == 15
+        assert [s["step"] for s in job.settled().steps] == list(range(15))
+
+    def test_an_action_waits_for_the_controller(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.train(22)
+        job.settled()
+        job.controller.down = 2
+        job.train(1)
+        assert job.controller.kinds() == ["layer_fallback"] and job.controller.down == 0
+        assert len(job.ranks.commands) == 1
+
+
+class TestEnd:
+    def test_all_steps_done_succeeds_with_a_report(self, bench: Make, tmp_path: Path) -> None:
+        job = bench(training={"steps": 12})
+        job.train(12)
+        job.ranks.finish()
+        job.step()
+        assert job.supervision.phase is Phase.OVER
+        assert job.controller.states[-1] == ("succeeded", "STEPS_DONE")
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["state"] == "succeeded" and summary["steps"] == 12
+        assert (tmp_path / "report.html").stat().st_size > 0
+
+    def test_the_end_waits_for_the_last_reports(self, bench: Make) -> None:
+        job = bench(training={"steps": 12})
+        job.step()
+        kept: list[Any] = []
+        job.ranks.deliver = kept.extend
+        job.ranks.train(12)
+        job.ranks.finish()
+        job.step()
+        assert job.supervision.phase is Phase.TRAINING
+        job.supervision.deliver(kept)
+        job.step()
+        assert job.supervision.phase is Phase.OVER and len(job.controller.steps) == 12
+
+    def test_a_stop_takes_a_checkpoint_first(self, bench: Make) -> None:
+        job = bench()
+        job.train(8)
+        job.supervision.ask_stop("cancelled by a user")
+        job.step()
+        (command,) = job.ranks.commands
+        assert command.order == Stop("cancelled by a user", checkpoint=True)
+        assert job.supervision.phase is Phase.STOPPING and not job.ranks.closed
+        job.ranks.train()
+        job.step()
+        assert job.controller.states[-1] == ("cancelled", "ENDED") and job.ranks.closed
+
+    def test_a_stop_before_the_first_step_is_done_at_once(self, bench: Make) -> None:
+        job = bench()
+        job.step()
+        job.supervision.ask_stop("cancelled by a user")
+        job.step()
+        assert job.controller.states[-1] == ("cancelled", "ENDED") and job.ranks.closed
+        assert job.ranks.commands == []
+
+    def test_ranks_that_do_not_stop_are_ended(self, bench: Make) -> None:
+        job = bench(recovery={"step_timeout_s": 5.0})
+        job.train(8)
+        job.supervision.ask_stop("cancelled by a user")
+        job.step()
+        job.step(60.0)
+        assert job.supervision.phase is Phase.STOPPING
+        job.step(10.0)
+        assert job.controller.states[-1] == ("cancelled", "ENDED") and job.ranks.closed
+        assert "without a checkpoint" in job.controller.event("ended").message
+
+
+def test_reports_may_come_from_many_threads(bench: Make) -> None:
+    job = bench()
+    job.step()
+    kept: list[Any] = []
+    job.ranks.deliver = kept.extend
+    job.ranks.train(50)
+    threads = [
+        threading.Thread(
+            target=lambda r=rank: [
+                job.supervision.deliver([x]) for x in kept if getattr(x, "rank", None) == r
+            ]
+        )
+        for rank in range(WORLD)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    job.step()
+    assert [s["step"] for s in job.settled().steps] == list(range(50))
+
+
+def test_keys_of_other_jobs_ranks_do_not_complete_a_step() -> None:
+    from orchestrator.restore import points_in_memory
+
+    keys = [SnapshotKey("j", 1, 0, 0, 5), SnapshotKey("j", 2, 0, 1, 5)]
+    assert points_in_memory(keys, 2) == []
+    assert points_in_memory([*keys, SnapshotKey("j", 2, 0, 0, 5)], 2) == [
+        RestorePoint(5, "memory", 2, 0)
+    ]
+
+
+def test_commands_are_numbered_without_gaps(bench: Make) -> None:
+    job = bench(Script(spike=lambda step, batch: step >= 22), recovery={"max_lr_cuts": 1})
+    numbers: list[Command] = []
+    job.ranks.on_post = numbers.append
+    job.train(200)
+    assert [c.number for c in numbers] == list(range(1, len(numbers) + 1))
