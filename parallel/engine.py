@@ -266,6 +266,8 @@ def build_engine(
         # A few hundred thousandths of the bytes, and every element of a norm matters: exact.
         GradientExchange("fp32", gradient_exchange, replicas, device),
     )
+    # With error feedback the residuals are state, also before the first exchange.
+    exchanges[0].reserve(engine.optimizer.fp32_groups_gradients_flat[0].numel())
     groups = _gradient_groups(engine, exchanges, model.num_layers)
     hooks = StepHooks(scope, groups, replicas)
     engine.step_hooks = hooks

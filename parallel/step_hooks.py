@@ -55,6 +55,7 @@ class StepHooks:
         self._replicas = replicas
         self._exchanging = dist.get_world_size(replicas) > 1
         self._magnitudes: Sequence[Tensor] = ()
+        self._residuals: list[Tensor] = []
         self._poison = False
         self._calls = 0
 
@@ -75,6 +76,7 @@ class StepHooks:
         self._magnitudes = torch._foreach_norm(views, ord=torch.inf)
         self._calls += 1
         if self._exchanging:
+            self._residuals = [residual.clone() for residual in self._live_residuals()]
             for flat, group in zip(flats, self._groups, strict=True):
                 group.exchange.mean_(flat)
 
@@ -87,8 +89,22 @@ class StepHooks:
         self._scope.reduce_amax(self._replicas if self._exchanging else None)
 
     def after_update(self, applied: bool) -> None:
-        """Close the step of the scaling state; ``applied`` is whether the weights changed."""
+        """Close the step; ``applied`` is whether the weights changed.
+
+        If not, scaling state and error feedback are as before the step.
+        """
         self._scope.finish_step(applied)
+        if not applied:
+            for residual, before in zip(self._live_residuals(), self._residuals, strict=True):
+                residual.copy_(before)
+
+    def _live_residuals(self) -> list[Tensor]:
+        """Error feedback of all groups; none when it is off."""
+        return [
+            residual
+            for group in self._groups
+            for residual in group.exchange.state_tensors().values()
+        ]
 
     def nonfinite_parameters(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient on this rank was not finite, in this step.
