@@ -10,8 +10,8 @@ A suffix q marks BF16 values that are exactly FP8 values::
 Products of FP8 values are exact in FP32, and the sums are FP32's. On CUDA they leave the
 product in FP32 and are rounded once, to BF16, after scaling. On CPU PyTorch has no BF16
 product with an FP32 result, and an FP32 product takes 2.1 times as long (655 against 315 µs
-at 512×128×512), so there they are rounded to BF16 before and after scaling: at most 2⁻⁸
-relative together, a sixteenth of what rounding one operand to E4M3 may cost.
+at 512×128×512), so there they are rounded to BF16 before and after scaling: at most 2⁻⁷
+relative together, an eighth of what rounding one operand to E4M3 may cost.
 """
 
 from __future__ import annotations

@@ -1,0 +1,161 @@
+"""FP8 values against ml_dtypes: every code, every BF16 input, both ways of casting."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.config import FP8Config
+from parallel.precision import kernels, recipes
+from parallel.precision.formats import E4M3, E5M2, Float8Format, saturating_cast
+from parallel.precision.quantize import TensorSlot
+
+FORMATS = [E4M3, E5M2]
+NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+ALL_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+WAYS = ["compiled", "plain"]
+
+by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+by_way = pytest.mark.parametrize("way", WAYS)
+
+
+def slot_of(format: Float8Format, way: str, scale: float = 1.0) -> TensorSlot:
+    library = kernels.load() if way == "compiled" else None
+    assert way == "plain" or library is not None, "the tests need a C compiler"
+    recipe = recipes.expand(FP8Config())
+    counters = torch.zeros(4, dtype=torch.int64)
+    return TensorSlot(format, recipe, torch.zeros(()), torch.tensor(scale), counters, library)
+
+
+def expected_codes(x: torch.Tensor, format: Float8Format) -> np.ndarray:
+    clipped = np.clip(x.float().numpy(), -format.max, format.max)
+    return clipped.astype(NUMPY[format.name]).view(np.uint8)
+
+
+def is_nan(codes: np.ndarray, format: Float8Format) -> np.ndarray:
+    return np.isnan(codes.view(NUMPY[format.name]).astype(np.float32))
+
+
+def assert_same_codes(mine: torch.Tensor, theirs: np.ndarray, format: Float8Format) -> None:
+    codes = mine.view(torch.uint8).numpy()
+    nan = is_nan(theirs, format)
+    np.testing.assert_array_equal(is_nan(codes, format), nan)
+    np.testing.assert_array_equal(codes[~nan], theirs[~nan])
+
+
+@by_format
+@by_way
+def test_every_code_upcasts_to_the_value_that_ml_dtypes_gives_it(format, way):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    payload = codes.view(format.dtype)
+    values = slot_of(format, way).upcast(payload)
+    expected = codes.numpy().view(NUMPY[format.name]).astype(np.float32)
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(values.float().numpy(), expected)
+    np.testing.assert_array_equal(
+        np.signbit(values.float().numpy())[numbers], np.signbit(expected)[numbers]
+    )
+
+
+@by_format
+@by_way
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 3.7e4, 0.013, 3.0e38])
+def test_every_bf16_input_is_rounded_as_ml_dtypes_does(format, way, scale):
+    quantized = slot_of(format, way, scale).quantize(ALL_BF16, keep_payload=True)
+    scaled = ALL_BF16.float() * torch.tensor(scale)
+    expected = expected_codes(scaled, format)
+    assert_same_codes(quantized.payload, expected, format)
+    np.testing.assert_array_equal(
+        quantized.values.float().numpy(), expected.view(NUMPY[format.name]).astype(np.float32)
+    )
+
+
+@by_format
+@given(st.lists(st.floats(width=32), min_size=1, max_size=64))
+def test_saturating_cast_rounds_any_float_as_ml_dtypes_does(format, values):
+    x = torch.tensor(values, dtype=torch.float32)
+    assert_same_codes(saturating_cast(x, format), expected_codes(x, format), format)
+
+
+@by_format
+@by_way
+def test_a_tie_goes_to_the_even_code(format, way):
+    codes = np.arange(255, dtype=np.uint8).view(NUMPY[format.name]).astype(np.float64)
+    low, high = codes[:-1], codes[1:]
+    finite = np.isfinite(low) & np.isfinite(high) & (low >= 0) & (np.arange(254) < 127)
+    middle = torch.tensor(((low + high) / 2)[finite], dtype=torch.bfloat16)
+    payload = slot_of(format, way).quantize(middle, keep_payload=True).payload
+    got = payload.view(torch.uint8).int()
+    lower = torch.arange(254)[torch.from_numpy(finite)]
+    assert torch.equal(got, (lower + (lower % 2)).int())
+    assert middle.numel() > 100
+
+
+@by_format
+@by_way
+def test_infinities_saturate_with_their_sign_and_nan_survives(format, way):
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, -1e30]).bfloat16()
+    values = slot_of(format, way).quantize(x, keep_payload=False).values.float()
+    assert values[[0, 1, 3, 4]].tolist() == [format.max, -format.max, format.max, -format.max]
+    assert values[2].isnan()
+
+
+@by_format
+@by_way
+def test_counters_tell_saturated_underflowed_nonfinite_and_all(format, way):
+    slot = slot_of(format, way)
+    tiny = format.min_subnormal
+    x = [
+        *(format.max, format.max * 1.01),  # rounding alone brings these to max
+        *(format.max * 1.25, -format.max * 8),
+        *(0.0, -0.0, tiny, tiny / 2, -tiny / 4, tiny * 0.75),  # a tie with 0 underflows
+        *(torch.inf, torch.nan, -torch.inf),
+    ]
+    slot.quantize(torch.tensor(x).bfloat16(), keep_payload=False)
+    assert slot.counters.tolist() == [2, 2, 3, len(x)]
+    slot.quantize(torch.tensor(x).bfloat16(), keep_payload=False)
+    assert slot.counters.tolist() == [4, 4, 6, 2 * len(x)]
+
+
+@by_way
+def test_amax_is_the_maximum_over_calls_and_keeps_a_nan(way):
+    slot = slot_of(E4M3, way)
+    for values, amax in (([1.5, -3.0], 3.0), ([2.0], 3.0), ([-torch.inf], torch.inf)):
+        slot.observe(torch.tensor(values).bfloat16())
+        assert slot.amax.item() == amax
+    slot.observe(torch.tensor([torch.nan, 1.0]).bfloat16())
+    slot.observe(torch.tensor([torch.inf, 1.0]).bfloat16())
+    assert slot.amax.isnan()
+
+
+@by_way
+def test_an_empty_tensor_leaves_everything_as_it_was(way):
+    slot = slot_of(E4M3, way, 2.0)
+    slot.observe(torch.zeros(0, 4).bfloat16())
+    quantized = slot.quantize(torch.zeros(0, 4).bfloat16(), keep_payload=True)
+    assert quantized.payload.shape == (0, 4)
+    assert (slot.amax.item(), slot.scale.item()) == (0.0, 2.0)
+    assert slot.counters.tolist() == [0, 0, 0, 0]
+
+
+def test_a_strided_input_is_quantized_in_its_logical_order():
+    x = torch.randn(33, 70).bfloat16().t()
+    ways = [slot_of(E4M3, way, 9.0).quantize(x, keep_payload=False).values for way in WAYS]
+    assert torch.equal(*ways)
+
+
+def test_without_a_compiler_there_are_no_kernels_and_no_error(monkeypatch, caplog):
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    with caplog.at_level("INFO"):
+        assert kernels.load.__wrapped__() is None
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_a_warning_and_no_error(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
+    assert kernels.load.__wrapped__() is None
+    assert "plain PyTorch" in caplog.text

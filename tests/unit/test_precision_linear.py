@@ -1,0 +1,275 @@
+"""The native FP8 linear: its three products, what it keeps, what it never does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from parallel.config import FP8Config
+from parallel.precision.formats import FORMATS, saturating_cast
+from parallel.precision.linear import Float8Linear
+from parallel.precision.scope import PrecisionScope
+
+NAME = "layers.0.mlp.down"
+TOKENS, INPUTS, OUTPUTS = 24, 40, 56
+
+both_ways = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+both_recipes = pytest.mark.parametrize("recipe", ["delayed", "current"])
+
+
+def make(compiled: bool = True, **config: object) -> tuple[PrecisionScope, Float8Linear]:
+    torch.manual_seed(1)
+    config.setdefault("amax_history_len", 4)
+    scope = PrecisionScope("fp8", FP8Config(**config), num_layers=1, compiled=compiled)
+    layer = scope.linear(NAME, INPUTS, OUTPUTS)
+    assert isinstance(layer, Float8Linear)
+    return scope, layer
+
+
+def uneven(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Normal values whose columns differ over four orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = 10 ** (4 * torch.rand(shape[-1], generator=generator) - 3)
+    return (torch.randn(*shape, generator=generator) * columns * scale).bfloat16()
+
+
+def run(layer: nn.Module, seed: int = 0, grad_scale: float = 1e-3) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, input gradient and weight gradient of one forward and backward."""
+    x = uneven(3, TOKENS // 3, INPUTS, seed=seed).requires_grad_()
+    y = layer(x)
+    layer.weight.grad = None
+    y.backward(uneven(*y.shape, seed=seed + 100, scale=grad_scale))
+    return y.detach(), x.grad, layer.weight.grad
+
+
+def warmed(compiled: bool = True, **config: object) -> tuple[PrecisionScope, Float8Linear]:
+    scope, layer = make(compiled, **config)
+    for seed in (5, 6):
+        run(layer, seed)
+        scope.finish_step(applied=True)
+    scope.statistics()
+    layer.weight.grad = None
+    return scope, layer
+
+
+def dequantized(x: Tensor, format: str, scale: Tensor) -> Tensor:
+    """float64 values of the quantized operand, from the definition."""
+    scaled = x.float().flatten(0, -2) * scale
+    return saturating_cast(scaled, FORMATS[format]).double() / scale.double()
+
+
+@both_ways
+@both_recipes
+@pytest.mark.parametrize("format", ["HYBRID", "E4M3"])
+def test_the_three_products_are_those_of_the_quantized_operands(compiled, recipe, format):
+    scope, layer = warmed(compiled, recipe=recipe, format=format)
+    y, dx, dw = run(layer)
+    scope.finish_step(applied=False)
+    _, statistics = scope.statistics()
+    x_scale, w_scale, g_scale = statistics[:, 1]
+    x = dequantized(uneven(3, TOKENS // 3, INPUTS, seed=0), "E4M3", x_scale)
+    w = dequantized(layer.weight.detach(), "E4M3", w_scale)
+    gradient = uneven(3, TOKENS // 3, OUTPUTS, seed=100, scale=1e-3)
+    g = dequantized(gradient, "E5M2" if format == "HYBRID" else "E4M3", g_scale)
+    for mine, a, b in ((y, x, w.t()), (dx, g, w), (dw, g.t(), x)):
+        exact, terms = a @ b, a.abs() @ b.abs()
+        error = (mine.double().flatten(0, -2) - exact).abs()
+        # Two roundings to BF16 and FP32 sums of some dozen terms.
+        assert torch.all(error <= 2.0**-7 * exact.abs() + 2.0**-20 * terms)
+        assert exact.abs().max() > 0
+
+
+@both_recipes
+def test_both_ways_of_casting_give_the_same_bits(recipe):
+    results = []
+    for compiled in (True, False):
+        scope, layer = warmed(compiled, recipe=recipe)
+        tensors = run(layer)
+        scope.finish_step(applied=True)
+        results.append((*tensors, scope.statistics()[1], *scope.state_tensors().values()))
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_quantization_error_is_what_two_or_three_mantissa_bits_cost():
+    _, layer = warmed()
+    plain = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.bfloat16)
+    plain.load_state_dict(layer.state_dict())
+    for mine, exact in zip(run(layer), run(plain), strict=True):
+        error = ((mine - exact).float().norm() / exact.float().norm()).item()
+        assert 0.005 < error < 0.12
+
+
+class TestInBF16:
+    def test_it_computes_what_a_plain_linear_does_to_the_bit(self):
+        scope, layer = warmed()
+        plain = nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=torch.bfloat16)
+        plain.load_state_dict(layer.state_dict())
+        scope.set_precision({NAME: "bf16"})
+        for mine, exact in zip(run(layer), run(plain), strict=True):
+            assert torch.equal(mine, exact)
+
+    @both_ways
+    def test_it_goes_on_observing_what_fp8_would_see(self, compiled):
+        (in_fp8, fp8), (in_bf16, bf16) = warmed(compiled), warmed(compiled)
+        in_bf16.set_precision({NAME: "bf16"})
+        run(fp8), run(bf16)
+        in_fp8.finish_step(applied=True), in_bf16.finish_step(applied=True)
+        assert torch.equal(in_fp8.state_tensors()["scale"], in_bf16.state_tensors()["scale"])
+        _, statistics = in_bf16.statistics()
+        assert statistics[:, 2:5].count_nonzero() == 0
+
+
+class TestMemory:
+    def test_the_input_waits_for_its_backward_in_eight_bits(self):
+        _, layer = warmed()
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            layer(uneven(TOKENS, INPUTS, seed=0).requires_grad_())
+        by_tokens = [t for t in saved if t.shape[:1] == (TOKENS,)]
+        assert [t.dtype for t in by_tokens] == [torch.float8_e4m3fn]
+
+    def test_a_weight_that_needs_no_gradient_keeps_no_input(self):
+        _, layer = warmed()
+        layer.weight.requires_grad_(False)
+        x = uneven(TOKENS, INPUTS, seed=0).requires_grad_()
+        layer(x).backward(uneven(TOKENS, OUTPUTS, seed=1))
+        assert x.grad is not None
+        assert layer.weight.grad is None
+
+    def test_the_weight_is_quantized_once_a_step(self, monkeypatch):
+        scope, layer = warmed()
+        slot = layer.slot("weight")
+        calls = []
+        quantize = slot.quantize
+        monkeypatch.setattr(slot, "quantize", lambda *a, **k: calls.append(1) or quantize(*a, **k))
+        for _ in range(3):
+            run(layer)
+        assert len(calls) == 1
+        scope.finish_step(applied=True)
+        run(layer)
+        assert len(calls) == 2
+
+    def test_a_weight_changed_between_steps_takes_effect(self):
+        scope, layer = warmed()
+        y, _, _ = run(layer)
+        with torch.no_grad():
+            layer.weight.mul_(-1)
+        scope.forget_weights()
+        assert torch.equal(run(layer)[0], -y)
+
+
+class TestModes:
+    def test_an_input_that_needs_no_gradient_gets_none(self):
+        _, layer = warmed()
+        expected = run(layer)[2]
+        layer.weight.grad = None
+        x = uneven(3, TOKENS // 3, INPUTS, seed=0)
+        y = layer(x)
+        y.backward(uneven(*y.shape, seed=100, scale=1e-3))
+        assert torch.equal(layer.weight.grad, expected)
+        assert x.grad is None
+
+    def test_without_grad_the_output_is_the_same_and_holds_no_graph(self):
+        _, layer = warmed()
+        expected = run(layer)[0]
+        with torch.no_grad():
+            y = layer(uneven(3, TOKENS // 3, INPUTS, seed=0))
+        assert torch.equal(y, expected)
+        assert not y.requires_grad
+
+    @both_ways
+    @both_recipes
+    @pytest.mark.parametrize("precision", ["fp8", "bf16"])
+    def test_eval_observes_nothing_and_computes_the_same(self, compiled, recipe, precision):
+        scope, layer = warmed(compiled, recipe=recipe)
+        scope.set_precision({NAME: precision})
+        layer.eval()
+        y, _, _ = run(layer, seed=3)
+        scope.finish_step(applied=False)
+        _, statistics = scope.statistics()
+        assert statistics[:, 0].tolist() == [0, 0, 0]
+        assert statistics[:, 2:].count_nonzero() == 0
+        layer.train()
+        assert torch.equal(run(layer, seed=3)[0], y)
+
+    @both_recipes
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_recomputed_activations_change_nothing(self, recipe, reentrant):
+        _, layer = warmed(recipe=recipe)
+        expected = run(layer)
+        x = uneven(3, TOKENS // 3, INPUTS, seed=0).requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=reentrant)
+        layer.weight.grad = None
+        y.backward(uneven(*y.shape, seed=100, scale=1e-3))
+        for mine, plain in zip((y.detach(), x.grad, layer.weight.grad), expected, strict=True):
+            assert torch.equal(mine, plain)
+
+    def test_a_float32_input_gets_a_float32_output_and_gradient(self):
+        _, layer = warmed()
+        x = uneven(TOKENS, INPUTS, seed=0).float().requires_grad_()
+        y = layer(x)
+        y.backward(uneven(TOKENS, OUTPUTS, seed=1).float())
+        assert (y.dtype, x.grad.dtype) == (torch.float32, torch.float32)
+        assert layer.weight.grad.dtype == torch.bfloat16
+
+    def test_a_second_derivative_is_refused(self):
+        _, layer = warmed()
+        x = uneven(TOKENS, INPUTS, seed=0).requires_grad_()
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+
+    def test_a_nan_in_one_token_reaches_its_output_and_the_weight_gradient(self):
+        _, layer = warmed()
+        x = uneven(TOKENS, INPUTS, seed=0)
+        x[3, 7] = torch.nan
+        x.requires_grad_()
+        y = layer(x)
+        y.backward(uneven(TOKENS, OUTPUTS, seed=1))
+        assert torch.equal(y.isnan().any(1), torch.arange(TOKENS) == 3)
+        assert torch.equal(layer.weight.grad.isnan().any(0), torch.arange(INPUTS) == 7)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that wait for the device to hand a value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::nonzero"):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@both_ways
+@both_recipes
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_a_whole_step_reads_nothing_back_to_the_host(compiled, recipe, precision):
+    scope, layer = warmed(compiled, recipe=recipe)
+    scope.set_precision({NAME: precision})
+    with HostReads() as reads:
+        run(layer)
+        scope.reduce_amax(None)
+        scope.finish_step(applied=True)
+        scope.statistics()
+    assert reads.count == 0
+    assert reads.operations > 20
+    with HostReads() as reads:
+        torch.ones(1).item()
+    assert reads.count == 1
+
+
+def test_its_repr_shows_the_present_precision_of_each_operand():
+    scope, layer = warmed()
+    assert "input E4M3 delayed, weight E4M3 delayed, grad_output E5M2 delayed" in repr(layer)
+    scope.set_precision({NAME: "bf16"})
+    assert "bf16" in repr(layer)
+    assert "E5M2" not in repr(layer)

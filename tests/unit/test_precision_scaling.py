@@ -1,0 +1,153 @@
+"""Scales against a step-by-step model of Transformer Engine's rules, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.config import FP8Config
+from parallel.precision import kernels, recipes
+from parallel.precision.formats import E4M3, E5M2
+from parallel.precision.quantize import TensorSlot
+from parallel.precision.scaling import FLOAT32_MAX, amax_to_scale, tensor_to_amax, update_delayed_
+
+AMAX = st.one_of(
+    st.just(0.0),
+    st.just(math.inf),
+    st.just(math.nan),
+    st.floats(min_value=2.0**-149, max_value=2.0**127, width=32),
+    st.floats(min_value=2.0**-10, max_value=1000, width=32),
+)
+
+
+def divide(a: float, b: float) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.float32(a) / np.float32(b))
+
+
+class DelayedModel:
+    """One tensor's delayed scaling, written from the rules, with plain numbers."""
+
+    def __init__(self, length: int, fp8_max: float, margin: int, algorithm: str) -> None:
+        self.history = [0.0] * length
+        self.scale = 1.0
+        self.target = fp8_max / 2**margin
+        self.algorithm = algorithm
+
+    def step(self, seen: float) -> None:
+        if seen == 0:
+            return
+        rows = [seen, *self.history[1:]]
+        if self.algorithm == "most_recent":
+            amax = seen
+        else:
+            amax = max((row for row in rows if not math.isnan(row)), default=0.0)
+        if math.isfinite(amax) and amax > 0:
+            scale = divide(self.target, amax)
+            self.scale = FLOAT32_MAX if math.isinf(scale) else scale
+        if len(rows) > 1:
+            self.history = [0.0, *rows[2:], rows[0]]
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from(["max", "most_recent"]),
+    st.integers(0, 3),
+    st.lists(st.tuples(AMAX, AMAX), min_size=1, max_size=12),
+)
+def test_delayed_scaling_follows_the_model_bit_for_bit(length, algorithm, margin, steps):
+    maxima = (E4M3.max, E5M2.max)
+    models = [DelayedModel(length, fp8_max, margin, algorithm) for fp8_max in maxima]
+    history, scale = torch.zeros(length, 2), torch.ones(2)
+    for seen in steps:
+        history[0] = torch.tensor(seen)
+        update_delayed_(history, scale, torch.tensor(maxima), margin=margin, algorithm=algorithm)
+        for model, amax in zip(models, seen, strict=True):
+            model.step(amax)
+        assert scale.tolist() == [model.scale for model in models]
+        expected = np.array([model.history for model in models], dtype=np.float32).T
+        np.testing.assert_array_equal(history.numpy(), expected)
+
+
+def history_after(amaxes: list[float], length: int, **options: object) -> tuple[list, float]:
+    history, scale = torch.zeros(length, 1), torch.ones(1)
+    for amax in amaxes:
+        history[0] = amax
+        update_delayed_(history, scale, torch.tensor([448.0]), **options)
+    return history[:, 0].tolist(), scale.item()
+
+
+class TestDelayed:
+    def test_a_value_counts_for_as_many_updates_as_the_history_is_long(self):
+        scales = [history_after([8.0, 1.0, 1.0, 1.0][:n], 3)[1] for n in (1, 2, 3, 4)]
+        assert scales == [56.0, 56.0, 56.0, 448.0]
+
+    def test_a_history_of_one_keeps_nothing(self):
+        assert history_after([8.0], 1) == ([0.0], 56.0)
+        assert history_after([8.0, 1.0], 1) == ([0.0], 448.0)
+
+    def test_a_tensor_that_did_not_run_keeps_history_and_scale(self):
+        assert history_after([8.0, 2.0, 0.0], 4) == history_after([8.0, 2.0], 4)
+
+    def test_one_infinity_freezes_the_scale_until_it_leaves_the_window(self):
+        scales = [history_after([8.0, math.inf, 1.0, 1.0, 1.0][:n], 3)[1] for n in range(1, 6)]
+        assert scales == [56.0, 56.0, 56.0, 56.0, 448.0]
+
+    def test_a_nan_is_left_out_of_the_maximum(self):
+        assert history_after([8.0, math.nan], 3)[1] == 56.0
+        assert history_after([math.nan], 3)[1] == 1.0
+
+    def test_an_amax_too_small_for_the_quotient_gives_the_largest_float(self):
+        assert history_after([1e-38], 2)[1] == FLOAT32_MAX
+
+    def test_margin_halves_the_scale_once_an_octave(self):
+        assert history_after([8.0], 2, margin=3)[1] == 7.0
+
+
+@given(AMAX, st.sampled_from([0.0, 2.0**-20, 1.0]), st.booleans(), st.sampled_from([E4M3, E5M2]))
+def test_current_scaling_follows_its_rules_bit_for_bit(amax, epsilon, power_of_two, format):
+    largest = float(torch.finfo(torch.bfloat16).max)
+    effective = epsilon if amax < epsilon else amax
+    if effective == 0 or not math.isfinite(effective):
+        expected = 1.0
+    else:
+        expected = divide(format.max, effective)
+        expected = largest if math.isinf(expected) else expected
+    if power_of_two:
+        expected = 2.0 ** (math.frexp(expected)[1] - 1)
+    options = {"epsilon": epsilon, "power_of_two": power_of_two}
+    got = amax_to_scale(torch.tensor(amax), format.max, **options)
+    assert got.item() == expected
+
+
+@pytest.mark.parametrize("way", ["compiled", "plain"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("amax", [0.0, 1e-39, 1e-37, 0.3, 7.0, 1e38, math.inf, math.nan])
+def test_a_quantized_tensor_uses_the_scale_of_its_own_amax(way, power_of_two, amax):
+    recipe = recipes.Recipe(
+        "current", "E4M3", "E5M2", 0, 1, "max", epsilon=0.0, power_of_two=power_of_two
+    )
+    library = kernels.load() if way == "compiled" else None
+    counters = torch.zeros(4, dtype=torch.int64)
+    slot = TensorSlot(E4M3, recipe, torch.zeros(()), torch.ones(()), counters, library)
+    x = torch.tensor([amax, amax / 3]).bfloat16()
+    quantized = slot.quantize(x, keep_payload=False)
+    expected = amax_to_scale(tensor_to_amax(x), 448.0, power_of_two=power_of_two)
+    assert slot.scale.item() == expected.item()
+    assert quantized.scale_inv.item() == divide(1.0, expected.item())
+
+
+def test_recipes_expand_to_formats_by_role():
+    hybrid, e4m3 = (recipes.expand(FP8Config(format=f)) for f in ("HYBRID", "E4M3"))
+    assert [hybrid.format_of(role) for role in recipes.ROLES] == ["E4M3", "E4M3", "E5M2"]
+    assert [e4m3.format_of(role) for role in recipes.ROLES] == ["E4M3", "E4M3", "E4M3"]
+
+
+def test_a_backend_that_is_not_here_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="backend: native"):
+        recipes.expand(FP8Config(backend="transformer_engine"))

@@ -1,0 +1,265 @@
+"""The scope: who computes in what, what a step leaves behind, what a snapshot must hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.config import FP8Config, HighPrecisionLayers
+from parallel.precision.linear import BF16Linear, Float8Linear
+from parallel.precision.recipes import linear_names
+from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
+
+NAMES = ("layers.0.attn.qkv", "layers.0.mlp.down")
+WIDTH = 32
+
+both_recipes = pytest.mark.parametrize("recipe", ["delayed", "current"])
+
+
+class Stage:
+    """Two linears in a row, their scope, and an update by hand."""
+
+    def __init__(self, **config: object) -> None:
+        torch.manual_seed(2)
+        config.setdefault("amax_history_len", 3)
+        self.scope = PrecisionScope("fp8", FP8Config(**config), num_layers=1)
+        self.linears = [self.scope.linear(name, WIDTH, WIDTH) for name in NAMES]
+
+    def step(self, seed: int, *, micro_batches: int = 2, applied: bool = True) -> list[Tensor]:
+        """Outputs and weight gradients of a step; each linear's weight moves a little."""
+        generator = torch.Generator().manual_seed(seed)
+        results = []
+        for _ in range(micro_batches):
+            spread = 10 ** (3 * torch.rand(WIDTH, generator=generator) - 2)
+            x = (torch.randn(6, WIDTH, generator=generator) * spread).bfloat16().requires_grad_()
+            y = self.linears[1](self.linears[0](x))
+            y.backward((torch.randn(6, WIDTH, generator=generator) * spread * 1e-2).bfloat16())
+            results += [y.detach(), x.grad]
+        results += [linear.weight.grad for linear in self.linears]
+        for linear in self.linears:
+            if applied:
+                with torch.no_grad():
+                    linear.weight.sub_(linear.weight.grad.sign() * 2**-8)
+            linear.weight.grad = None
+        self.scope.finish_step(applied)
+        return results
+
+    def tensors(self) -> dict[str, Tensor]:
+        weights = {str(i): linear.weight.detach() for i, linear in enumerate(self.linears)}
+        return weights | self.scope.state_tensors()
+
+    def copy(self) -> tuple[dict[str, Tensor], str]:
+        tensors = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return tensors, json.dumps(self.scope.state_meta())
+
+    def restore(self, copy: tuple[dict[str, Tensor], str]) -> None:
+        tensors, meta = copy
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+        self.scope.load_meta(json.loads(meta))
+
+
+def assert_equal(mine: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+class TestState:
+    @both_recipes
+    def test_copied_out_and_back_in_it_reproduces_outputs_and_gradients_to_the_bit(self, recipe):
+        stage = Stage(recipe=recipe)
+        for seed in range(3):
+            stage.step(seed)
+        copy = stage.copy()
+        expected = [stage.step(seed) for seed in (3, 4, 5)]
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        stage.step(9)
+        stage.restore(copy)
+        assert stage.scope.precision() == dict.fromkeys(NAMES, "fp8")
+        for seed, results in zip((3, 4, 5), expected, strict=True):
+            assert_equal(stage.step(seed), results)
+
+    def test_without_the_scaling_state_the_outputs_would_differ(self):
+        stage = Stage()
+        for seed in range(3):
+            stage.step(seed)
+        copy = stage.copy()
+        expected = stage.step(3)
+        stage.step(4)
+        stage.restore(copy)
+        stage.scope.state_tensors()["scale"].fill_(1.0)
+        different = [torch.equal(a, b) for a, b in zip(stage.step(3), expected, strict=True)]
+        assert not all(different)
+
+    def test_the_live_tensors_keep_their_identity(self):
+        stage = Stage()
+        before = {name: tensor.data_ptr() for name, tensor in stage.scope.state_tensors().items()}
+        stage.step(0)
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        after = {name: tensor.data_ptr() for name, tensor in stage.scope.state_tensors().items()}
+        assert before == after
+        assert set(before) == {"amax_history", "scale"}
+
+    def test_current_scaling_has_no_tensors_to_keep(self):
+        assert Stage(recipe="current").scope.state_tensors() == {}
+
+    def test_state_of_other_linears_is_refused(self):
+        stage = Stage()
+        with pytest.raises(ValueError, match="other linears"):
+            stage.scope.load_meta({"precision": {"layers.7.mlp.down": "fp8"}})
+
+    def test_a_skipped_step_leaves_scales_and_histories_untouched(self):
+        stage = Stage()
+        stage.step(0)
+        before = {name: t.clone() for name, t in stage.scope.state_tensors().items()}
+        stage.step(1, applied=False)
+        for name, tensor in stage.scope.state_tensors().items():
+            assert torch.equal(tensor, before[name])
+        stage.step(1)
+        changed = stage.scope.state_tensors()
+        assert not torch.equal(changed["scale"], before["scale"])
+
+    def test_scales_do_not_move_within_a_step(self):
+        stage = Stage()
+        stage.step(0)
+        scale = stage.scope.state_tensors()["scale"]
+        before = scale.clone()
+        stage.linears[0](torch.full((4, WIDTH), 1e4).bfloat16())
+        assert torch.equal(scale, before)
+
+
+class TestPrecision:
+    def test_a_layer_goes_to_bf16_and_returns_with_scales_warmed_meanwhile(self):
+        stage, witness = Stage(), Stage()
+        for seed in range(2):
+            stage.step(seed), witness.step(seed)
+        stage.scope.set_precision({NAMES[1]: "bf16"})
+        assert stage.scope.precision() == {NAMES[0]: "fp8", NAMES[1]: "bf16"}
+        in_bf16, in_fp8 = stage.step(2), witness.step(2)
+        assert not torch.equal(in_bf16[0], in_fp8[0])
+        scale_before = stage.scope.state_tensors()["scale"].clone()
+        for seed in (20, 21, 22, 23):
+            stage.step(seed)
+        stage.scope.set_precision({NAMES[1]: "fp8"})
+        assert not torch.equal(stage.scope.state_tensors()["scale"][3:], scale_before[3:])
+        stage.scope.statistics()
+        stage.step(24)
+        _, statistics = stage.scope.statistics()
+        saturated, count = statistics[3:, 2].sum(), statistics[3:, 5].sum()
+        assert saturated < 0.01 * count
+
+    def test_other_layers_are_not_changed(self):
+        stage = Stage()
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        assert isinstance(stage.linears[1], Float8Linear)
+        assert stage.linears[1].current == "fp8"
+
+    def test_an_unknown_name_changes_nothing_and_offers_the_nearest(self):
+        stage = Stage()
+        with pytest.raises(ValueError, match=r"did you mean 'layers\.0\.mlp\.down'"):
+            stage.scope.set_precision({NAMES[0]: "bf16", "layers.0.mlp.dwon": "bf16"})
+        assert stage.scope.precision() == dict.fromkeys(NAMES, "fp8")
+
+    def test_an_unknown_precision_is_refused(self):
+        with pytest.raises(ValueError, match="expected 'fp8' or 'bf16'"):
+            Stage().scope.set_precision({NAMES[0]: "fp16"})
+
+    def test_a_bf16_job_has_plain_linears_and_nothing_to_switch(self):
+        scope = PrecisionScope("bf16", FP8Config(), num_layers=1)
+        layer = scope.linear(NAMES[0], WIDTH, WIDTH)
+        assert type(layer) is BF16Linear
+        assert (scope.layers, scope.fixed_layers) == ((), (NAMES[0],))
+        scope.reduce_amax(None)
+        scope.finish_step(applied=True)
+        names, statistics = scope.statistics()
+        assert (names, statistics.shape) == ((), (0, len(STATISTICS_COLUMNS)))
+        assert scope.state_tensors() == {}
+        scope.load_meta(scope.state_meta())
+        with pytest.raises(ValueError, match="stays in BF16"):
+            scope.set_precision({NAMES[0]: "fp8"})
+
+    def test_high_precision_layers_are_the_first_the_last_and_the_named(self):
+        kept = HighPrecisionLayers(first=1, last=1, names=("layers.2.mlp.*",))
+        scope = PrecisionScope("fp8", FP8Config(high_precision_layers=kept), num_layers=5)
+        for name in linear_names(5):
+            scope.linear(name, WIDTH, WIDTH)
+        assert scope.layers == tuple(
+            name
+            for name in linear_names(5)
+            if name[7] in "123" and not name.startswith("layers.2.mlp")
+        )
+        assert set(scope.layers) | set(scope.fixed_layers) == set(linear_names(5))
+
+    def test_a_pattern_that_matches_no_linear_is_an_error_with_the_nearest_name(self):
+        kept = HighPrecisionLayers(names=("layers.1.mlp.dwn", "layers.*.attn.qkv"))
+        with pytest.raises(ValueError, match=r"layers\.1\.mlp\.dwn.*did you mean 'layers.1.mlp"):
+            PrecisionScope("fp8", FP8Config(high_precision_layers=kept), num_layers=2)
+
+    def test_linears_are_named_once_and_before_the_first_forward(self):
+        stage = Stage()
+        with pytest.raises(ValueError, match="registered already"):
+            stage.scope.linear(NAMES[0], WIDTH, WIDTH)
+        stage.step(0)
+        with pytest.raises(ValueError, match="laid out"):
+            stage.scope.linear("layers.0.mlp.gate_up", WIDTH, WIDTH)
+
+
+class TestStatistics:
+    def test_rows_are_named_by_layer_and_role_and_columns_hold_what_was_seen(self):
+        stage = Stage()
+        stage.step(0)
+        names, first = stage.scope.statistics()
+        assert names == tuple(
+            f"{name}/{role}" for name in NAMES for role in ("input", "weight", "grad_output")
+        )
+        assert first.dtype == torch.float32
+        assert first[:, 1].tolist() == [1.0] * 6
+        tokens, weight = 2 * 6 * WIDTH, WIDTH * WIDTH
+        assert first[:, 5].tolist() == [tokens, weight, tokens] * 2
+        stage.step(1)
+        _, second = stage.scope.statistics()
+        fp8_max = torch.tensor([448.0, 448.0, 57344.0] * 2)
+        assert torch.equal(second[:, 1], fp8_max / first[:, 0])
+        assert second[:, 5].tolist() == [tokens, weight, tokens] * 2
+
+    def test_a_surge_past_the_delayed_scale_is_seen_as_saturation(self):
+        stage = Stage()
+        for seed in range(3):
+            stage.step(seed)
+        stage.scope.statistics()
+        with torch.no_grad():
+            stage.linears[0].weight.mul_(64)
+        stage.scope.forget_weights()
+        stage.step(3)
+        names, statistics = stage.scope.statistics()
+        by_name = dict(zip(names, statistics.tolist(), strict=True))
+        assert by_name[f"{NAMES[0]}/weight"][2] > 0.9 * WIDTH * WIDTH * 0.5
+        assert by_name[f"{NAMES[1]}/input"][2] > 0
+        assert by_name[f"{NAMES[0]}/input"][2] == 0
+
+    def test_several_steps_add_up_until_they_are_taken(self):
+        stage = Stage()
+        stage.step(0), stage.step(1)
+        _, both = stage.scope.statistics()
+        _, none = stage.scope.statistics()
+        assert both[:, 5].tolist() == [2 * 2 * 6 * WIDTH, 2 * WIDTH**2, 2 * 2 * 6 * WIDTH] * 2
+        assert none.count_nonzero() == 0
+
+    def test_a_skipped_step_is_still_reported(self):
+        stage = Stage()
+        stage.step(0, applied=False)
+        _, statistics = stage.scope.statistics()
+        assert (statistics[:, 0] > 0).all()
+
+    def test_plain_casts_can_leave_out_the_costly_counters_but_never_amax(self):
+        scope = PrecisionScope("fp8", FP8Config(), num_layers=1, compiled=False)
+        layer = scope.linear(NAMES[0], WIDTH, WIDTH)
+        scope.collect(every_counter=False)
+        layer(torch.full((4, WIDTH), 1e30).bfloat16())
+        scope.finish_step(applied=True)
+        _, (row, *_) = scope.statistics()
+        assert row[0] > 9e29
+        assert row[2:].tolist() == [0, 0, 0, 4 * WIDTH]
