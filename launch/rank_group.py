@@ -1,7 +1,7 @@
 """What a supervisor needs of a group of ranks, whatever runs them.
 
-Promises: no call but ``kill`` waits for a rank; a rank that ended is told by ``ended``,
-never raised.
+Promises: no call but ``kill`` and ``close`` waits for a rank; a rank that ended is told
+by ``ended``, never raised.
 """
 
 from __future__ import annotations
@@ -12,6 +12,19 @@ from typing import Literal, Protocol
 
 from launch.commands import Assignment, Command, RankResult
 from launch.snapshots import SnapshotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One node of the group."""
+
+    node_id: str
+    """Ray's node id, hex."""
+    node_ip: str
+    slots: int
+    """Ranks on this node."""
+    keeper: str
+    """Name of the actor that holds this node's snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +44,7 @@ class RankEnd:
 class RankGroup(Protocol):
     """The ranks of one job; one attempt at a time."""
 
-    def start(self) -> None:
+    def start(self, seats: Sequence[Seat]) -> None:
         """Begin an attempt: claim a standby worker a rank, or create one."""
 
     def ready(self) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from launch.commands import Assignment, RestorePoint
 from launch.config import RunConfig
+from launch.rank_group import Seat
 from orchestrator.config import RecoveryConfig
 from orchestrator.job_facts import JobFacts
-from orchestrator.protocol import ResumeState
+from orchestrator.protocol import ResumeState, keeper_actor
 
 LEAST_STEP_TIMEOUT_S = 60.0
 STEP_TIMEOUT_MEDIANS = 20.0
@@ -60,6 +61,14 @@ def assignments(
                 )
             )
     return plan
+
+
+def seats(resume: ResumeState) -> list[Seat]:
+    """The nodes as the group of ranks sees them."""
+    return [
+        Seat(node.node_id, node.node_ip, node.slots, keeper_actor(resume.job, node.bundle))
+        for node in resume.nodes
+    ]
 
 
 def world_size(resume: ResumeState) -> int:

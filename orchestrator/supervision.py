@@ -32,7 +32,7 @@ from monitoring.detectors import DetectorBank
 from monitoring.records import Incident, StepRecord
 from orchestrator import notices
 from orchestrator.actions import Action
-from orchestrator.attempt import assignments, ranks_told, world_size
+from orchestrator.attempt import assignments, ranks_told, seats, world_size
 from orchestrator.attempt_state import AttemptState
 from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.evidence import LOST_RANK
@@ -51,8 +51,8 @@ BLAME_S = 0.5
 """Seconds that errors of ranks wait for the news of a dead peer that would explain them."""
 DRAIN_S = 10.0
 """Seconds that the last reports may take after the ranks have ended."""
-STOP_GRACE_S = 60.0
-"""Seconds beyond a step's deadline in which a stop must be done, its checkpoint included."""
+STOP_S = 45.0
+"""Seconds that a stop may take, its checkpoint included; the controller ends us after 60."""
 
 
 class Phase(Enum):
@@ -117,7 +117,7 @@ class Supervision:
         self._ending: Ending | None = None
         self._attempt = AttemptState(resume, self._world, now)
         self.phase = Phase.LAUNCHING
-        group.start()
+        group.start(seats(resume))
 
     # What other threads call.
 
@@ -294,7 +294,7 @@ class Supervision:
         self._attempt.facts.fired_drills |= before.fired_drills
         self._attempt.facts.fp8_layers = before.fp8_layers
         self.phase = Phase.LAUNCHING
-        self._group.start()
+        self._group.start(seats(resume))
 
     def _launch(self, now: float) -> None:
         """Give the ranks out once all workers are there."""
@@ -350,8 +350,7 @@ class Supervision:
         if nothing_new or any(end.how != "done" for end in self._group.ended()):
             self._finish(now, state, cause, reason)
             return
-        deadline = now + self._attempt.step_limit_s() + STOP_GRACE_S
-        self._ending = Ending(state, cause, reason, deadline)
+        self._ending = Ending(state, cause, reason, now + STOP_S)
         self._attempt.ended_since = None
         self._post(Stop(reason, checkpoint=True))
         self.phase = Phase.STOPPING

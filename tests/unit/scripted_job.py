@@ -27,7 +27,7 @@ from launch.commands import (
     SnapshotReport,
     Stop,
 )
-from launch.rank_group import RankEnd
+from launch.rank_group import RankEnd, Seat
 from launch.snapshots import SnapshotKey
 from monitoring.amax import encode
 from orchestrator.actions import Action
@@ -157,7 +157,8 @@ class ScriptedRanks:
 
     # What the supervisor calls.
 
-    def start(self) -> None:
+    def start(self, seats: Sequence[Seat]) -> None:
+        assert sum(seat.slots for seat in seats) == WORLD
         self.ends = {}
         self.running = False
         self.standby = 0

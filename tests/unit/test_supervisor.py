@@ -13,7 +13,7 @@ import pytest
 
 from launch.commands import Command, RankReport, RestorePoint, Rollback, SetPrecision, Stop
 from launch.snapshots import DamagedSnapshotError, SnapshotKey
-from orchestrator.supervision import BLAME_S, Phase
+from orchestrator.supervision import BLAME_S, STOP_S, Phase
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Script
 
 Make = Callable[..., Bench]
@@ -404,13 +404,13 @@ class TestEnd:
         assert job.ranks.commands == []
 
     def test_ranks_that_do_not_stop_are_ended(self, bench: Make) -> None:
-        job = bench(recovery={"step_timeout_s": 5.0})
+        job = bench()
         job.train(8)
         job.supervision.ask_stop("cancelled by a user")
         job.step()
-        job.step(60.0)
+        job.step(STOP_S - 1.0)
         assert job.supervision.phase is Phase.STOPPING
-        job.step(10.0)
+        job.step(2.0)
         assert job.controller.states[-1] == ("cancelled", "ENDED") and job.ranks.closed
         assert "without a checkpoint" in job.controller.event("ended").message
 

@@ -1,0 +1,131 @@
+"""The supervisor actor: one a job, between the controller and the ranks.
+
+Promises: crash-only. All it needs is in the ``ResumeState`` and in what keepers and disk
+hold; when it dies its ranks end themselves, and the next supervisor starts the next
+attempt. The work itself is ``orchestrator.supervision``; this is its Ray skin.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.commands import Report
+from launch.worker_group import WorkerGroup
+from monitoring.wandb_run import WandbRun
+from orchestrator.journal import RunLog
+from orchestrator.outbox import ControllerUnreachableError
+from orchestrator.protocol import (
+    CONTROLLER_ACTOR,
+    NAMESPACE,
+    Acknowledgement,
+    ResumeState,
+    SupervisorBatch,
+)
+from orchestrator.supervision import Phase, Supervision
+
+logger = logging.getLogger(__name__)
+
+PASS_S = 0.02
+"""Longest time between two passes; a report starts one at once."""
+ANSWER_S = 30.0
+"""Seconds that the controller may take to answer before it counts as unreachable."""
+
+
+class RayController:
+    """The controller, found by name again after each restart."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    def next_attempt(self, job: str, reason: str) -> ResumeState:
+        """Raises ControllerUnreachableError, or what the controller raised."""
+        resume: ResumeState = self._call("next_attempt", job, reason)
+        return resume
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        """Raises ControllerUnreachableError, or what the controller raised."""
+        answer: Acknowledgement = self._call("report", job, attempt, batch)
+        return answer
+
+    def _call(self, method: str, *args: Any) -> Any:
+        import ray
+
+        try:
+            if self._actor is None:
+                self._actor = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=ANSWER_S)
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except (ValueError, ray.exceptions.RayError) as error:
+            self._actor = None
+            raise ControllerUnreachableError(f"{type(error).__name__}: {error}") from error
+
+
+class Supervisor:
+    """Run as a detached Ray actor named ``protocol.supervisor_actor(job)``."""
+
+    def __init__(self) -> None:
+        self._supervision: Supervision | None = None
+        self._stop_reason: str | None = None
+        self._going = False
+
+    def run(self, resume: ResumeState) -> None:
+        """Run the job to a terminal or paused state, which is reported before this returns."""
+        import ray
+
+        self._going = True
+        try:
+            me = ray.get_runtime_context().current_actor
+            group = WorkerGroup(resume.job, me, on_gpu=resume.spec.gpus_per_node is not None)
+            self._supervision = Supervision(
+                resume, RayController(), group, now=time.time(), run_log=run_log(resume)
+            )
+            if self._stop_reason is not None:
+                self._supervision.ask_stop(self._stop_reason)
+            self._loop(self._supervision)
+        finally:
+            self._going = False
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """What ranks call; returns at once."""
+        if self._supervision is not None:
+            self._supervision.deliver(reports)
+
+    def stop(self, reason: str) -> None:
+        """End the job as cancelled, after a checkpoint where there is something to save."""
+        self._stop_reason = reason
+        if self._supervision is not None:
+            self._supervision.ask_stop(reason)
+
+    def ping(self) -> bool:
+        """Whether ``run`` is going."""
+        return self._going
+
+    def status(self) -> dict[str, object]:
+        """Where the job stands; empty before ``run``."""
+        return {} if self._supervision is None else self._supervision.status()
+
+    def _loop(self, supervision: Supervision) -> None:
+        try:
+            while supervision.phase is not Phase.OVER:
+                supervision.step(time.time())
+                supervision.inbox.wait(PASS_S)
+        finally:
+            # Also after an error of ours: the next supervisor must find no rank of this one.
+            supervision.close()
+
+
+def run_log(resume: ResumeState) -> RunLog | None:
+    """The job's W&B run; None when there can't be one, for training goes on without."""
+    try:
+        spec = resume.spec.model_dump(mode="json")
+        run = WandbRun(resume.spec.wandb, resume.job, Path(resume.job_dir), spec)
+        run.start(actions=[action.to_json() for action in resume.actions])
+    except Exception:
+        logger.exception("no W&B run for %s", resume.job)
+        return None
+    return run

@@ -1,0 +1,186 @@
+"""WorkerGroup on a real Ray: actors, pins, standby, ends. The workers here do no training."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from launch.commands import Command, RankResult, Stop
+from launch.keeper import Keeper
+from launch.rank_group import Seat
+from launch.snapshots import DamagedSnapshotError, SnapshotKey, digest_of
+from launch.worker_group import NAMESPACE, WorkerGroup, free_port
+
+JOB = "grouped-000001"
+KEEPER = f"octavo-keeper-{JOB}-0"
+SLOTS = 2
+
+
+class IdleWorker:
+    """Says who it is; its loop waits for a Stop, or fails as its assignment says."""
+
+    def __init__(self, owner: Any) -> None:
+        self.commands: list[Command] = []
+
+    def ready(self) -> SimpleNamespace:
+        context = ray.get_runtime_context()
+        return SimpleNamespace(node_id=context.get_node_id(), hostname="here", pid=os.getpid())
+
+    def run(self, assignment: Any, supervisor: Any, keeper: Any) -> RankResult:
+        if assignment.fault == "damaged":
+            raise DamagedSnapshotError(assignment.rank, 20, "memory", "digest differs")
+        if assignment.fault == "bug":
+            raise ZeroDivisionError("division by zero\nwith a second line")
+        if assignment.fault == "no_keeper" and keeper is None:
+            raise RuntimeError("no keeper")
+        while not any(isinstance(command.order, Stop) for command in self.commands):
+            time.sleep(0.01)
+        return RankResult(assignment.rank, 7, "stopped")
+
+    def post(self, command: Command) -> None:
+        self.commands.append(command)
+
+
+def until(true: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def group(local_ray: None) -> Iterator[WorkerGroup]:
+    made = WorkerGroup(JOB, None, worker_class=IdleWorker)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def keeper(local_ray: None) -> Iterator[Any]:
+    actor = ray.remote(Keeper).options(name=KEEPER, namespace=NAMESPACE, num_cpus=2).remote()
+    ray.get(actor.ping.remote())
+    yield actor
+    ray.kill(actor)
+
+
+def seats() -> list[Seat]:
+    (node,) = [n for n in ray.nodes() if n["Alive"]]
+    return [Seat(node["NodeID"], node["NodeManagerAddress"], SLOTS, KEEPER)]
+
+
+def launched(group: WorkerGroup, fault: str = "", faulty: int = 1) -> list[int]:
+    """Process ids of the ranks, once their loops have begun."""
+    group.start(seats())
+    until(group.ready)
+    group.run(
+        [SimpleNamespace(rank=r, fault=fault if r == faulty else "") for r in range(SLOTS)]  # type: ignore[misc]
+    )
+    return [worker.info.pid for worker in group._ranks]
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_ranks_run_until_they_are_told_to_stop(group: WorkerGroup, keeper: Any) -> None:
+    launched(group)
+    assert group.ended() == ()
+    group.post(Command(1, 1, Stop("enough")))
+    until(lambda: len(group.ended()) == SLOTS)
+    assert [end.how for end in group.ended()] == ["done", "done"]
+    assert [end.result.step for end in group.ended() if end.result] == [7, 7]
+
+
+def test_a_killed_process_is_told_as_lost_and_the_others_run_on(group: WorkerGroup) -> None:
+    pids = launched(group)
+    os.kill(pids[1], 9)
+    until(group.ended)
+    (end,) = group.ended()
+    assert (end.rank, end.how) == (1, "lost") and str(pids[1]) in end.error
+    assert runs(pids[0])
+
+
+def test_what_a_rank_raises_comes_with_its_type(group: WorkerGroup) -> None:
+    launched(group, "damaged")
+    until(group.ended)
+    (end,) = group.ended()
+    assert (end.rank, end.how) == (1, "raised")
+    assert isinstance(end.cause, DamagedSnapshotError) and end.cause.step == 20
+
+
+def test_an_error_is_told_in_one_line(group: WorkerGroup) -> None:
+    launched(group, "bug", faulty=0)
+    until(group.ended)
+    assert group.ended()[0].error == "ZeroDivisionError: division by zero"
+
+
+def test_processes_are_gone_when_kill_returns(group: WorkerGroup) -> None:
+    pids = launched(group)
+    assert all(runs(pid) for pid in pids)
+    group.kill()
+    assert not any(runs(pid) for pid in pids)
+
+
+def test_a_stopped_process_is_ended_too(group: WorkerGroup) -> None:
+    pids = launched(group)
+    os.kill(pids[0], 19)
+    group.kill()
+    assert not any(runs(pid) for pid in pids)
+
+
+def test_standby_workers_take_the_ranks_of_the_next_attempt(group: WorkerGroup) -> None:
+    first = launched(group)
+    group.fill_standby()
+    until(lambda: all(ray.wait([w.ready], timeout=0)[0] for w in group._standby))
+    idle = {ray.get(worker.ready).pid for worker in group._standby}
+    assert len(idle) == SLOTS and not idle & set(first)
+    group.kill()
+    assert set(launched(group)) == idle
+
+
+def test_a_standby_worker_that_died_is_not_taken(group: WorkerGroup) -> None:
+    launched(group)
+    group.fill_standby()
+    idle = [ray.get(worker.ready).pid for worker in group._standby]
+    os.kill(idle[0], 9)
+    until(lambda: not runs(idle[0]))
+    group.kill()
+    taken = set(launched(group))
+    assert idle[1] in taken and idle[0] not in taken
+
+
+def test_closing_leaves_no_process_behind(group: WorkerGroup) -> None:
+    pids = launched(group)
+    group.fill_standby()
+    pids += [ray.get(worker.ready).pid for worker in group._standby]
+    group.close()
+    assert not any(runs(pid) for pid in pids)
+
+
+def test_copies_are_those_that_the_keepers_hold(group: WorkerGroup, keeper: Any) -> None:
+    group.start(seats())
+    assert group.copies() == []
+    key = SnapshotKey(JOB, 1, 0, 1, 20)
+    ray.get(keeper.put.remote(key, b"state", digest_of(b"state")))
+    assert group.copies() == [key]
+
+
+def test_a_keeper_that_is_gone_holds_nothing(group: WorkerGroup, keeper: Any) -> None:
+    (seat,) = seats()
+    group.start([Seat(seat.node_id, seat.node_ip, SLOTS, "octavo-keeper-of-nobody-0")])
+    assert group.copies() == []
+
+
+def test_the_master_port_is_free_and_fresh(group: WorkerGroup) -> None:
+    group.start(seats())
+    address, port = group.master()
+    assert address == seats()[0].node_ip
+    assert 1024 < port < 65536
+    assert len({free_port("127.0.0.1") for _ in range(5)}) > 1
