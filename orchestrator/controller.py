@@ -106,6 +106,10 @@ class Controller:
         self._notify()
         return self.store.job(job)
 
+    def changes(self) -> int:
+        """How often something was stored in this process' life."""
+        return self._changes
+
     def wait_for_change(self, seen: int, timeout_s: float) -> int:
         """Block until something was stored after ``seen``, or the time is over; the new count."""
         with self._changed:

@@ -1,0 +1,312 @@
+"""The HTTP API of the controller.
+
+    POST /v1/jobs                 submit {spec, file}
+    POST /v1/jobs:validate        the same without submitting
+    GET  /v1/jobs                 all jobs
+    GET  /v1/jobs/{job}           one, with its spec and attempts
+    GET  /v1/jobs/{job}/events    ?after=&wait=
+    GET  /v1/jobs/{job}/steps     ?after=&wait=&tensors=
+    GET  /v1/jobs/{job}/records   incidents and actions
+    GET  /v1/jobs/{job}/logs      ?rank=&attempt=&offset=&wait=
+    POST /v1/jobs/{job}/cancel    {reason}
+    POST /v1/jobs/{job}/resume    {reason}
+    GET  /healthz                 without a token
+
+Promises: everything under /v1 wants the bearer token (401 without, 403 with a wrong one);
+every error is JSON ``{error, problems}`` and never a traceback; a body above
+``BODY_LIMIT`` is refused unread. ``{job}`` is an id, a name or a unique beginning.
+``wait`` holds the answer back until there is something new, for that many seconds at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from orchestrator.api_guard import Guard
+from orchestrator.controller import Controller
+from orchestrator.lifecycle import JobState, TransitionRefused
+from orchestrator.spec import spec_data
+from orchestrator.spec_errors import SpecError
+from orchestrator.store import JobRow, Store, UnknownJob
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 30.0
+PAGE = 500
+LOG_CHUNK = 256 * 1024
+"""Bytes of a log in one answer."""
+
+Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT_S)]
+After = Annotated[int, Query(ge=0)]
+Limit = Annotated[int, Query(ge=1, le=5000)]
+
+
+class AmbiguousJob(ValueError):  # noqa: N818
+    """Several jobs go by this name."""
+
+    def __init__(self, word: str, ids: list[str]) -> None:
+        super().__init__(word, ids)
+        self.word, self.ids = word, ids
+
+    def __str__(self) -> str:
+        listed = ", ".join(self.ids[:10]) + (", …" if len(self.ids) > 10 else "")
+        return f"{self.word!r} could be {listed}"
+
+
+class Submission(BaseModel):
+    """A job as a client sends it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    spec: dict[str, Any]
+    file: str = Field("request", max_length=4096)
+    """The job file as the user named it, for messages."""
+
+
+class Ask(BaseModel):
+    """Why something is asked for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = Field("asked over the API", max_length=1000)
+
+
+def create_app(controller: Controller, token: str) -> FastAPI:
+    """The API of ``controller``."""
+    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, token=token)
+    _add_errors(app)
+    _add_commands(app, controller)
+    _add_reads(app, controller)
+    return app
+
+
+def resolve(store: Store, word: str) -> JobRow:
+    """The job meant by an id, a name or a unique beginning of an id.
+
+    Of several with the same name, the only one that hasn't ended. Raises ``UnknownJob``
+    and ``AmbiguousJob``.
+    """
+    try:
+        return store.job(word)
+    except UnknownJob:
+        rows = store.jobs()
+    found = [r for r in rows if r.name == word] or [r for r in rows if r.id.startswith(word)]
+    going = [r for r in found if not r.state.terminal]
+    if len(found) == 1 or len(going) == 1:
+        return (going or found)[0]
+    if not found:
+        raise UnknownJob(word)
+    raise AmbiguousJob(word, [r.id for r in found])
+
+
+def job_json(row: JobRow) -> dict[str, Any]:
+    """A job as the API shows it in a list."""
+    return {
+        "id": row.id,
+        "name": row.name,
+        "state": row.state.word,
+        "reason": row.reason,
+        "settled": settled(row),
+        "step": row.step,
+        "steps": row.spec.training.steps,
+        "loss": row.loss,
+        "attempt": row.attempt,
+        "timeline": row.timeline,
+        "priority": row.priority,
+        "file": row.file,
+        "job_dir": row.job_dir,
+        "submitted_at": row.submitted_at,
+        "started_at": row.started_at,
+        "ended_at": row.ended_at,
+        "nodes": [asdict(n) for n in row.nodes],
+    }
+
+
+def settled(row: JobRow) -> bool:
+    """Whether nothing more will happen by itself: ended or paused, and its nodes given back."""
+    at_rest = row.state.terminal or row.state is JobState.PAUSED
+    return at_rest and not row.placement_group
+
+
+def _add_commands(app: FastAPI, controller: Controller) -> None:
+    @app.post("/v1/jobs", status_code=201)
+    def submit(body: Submission) -> dict[str, Any]:
+        return job_json(controller.submit(body.spec, body.file))
+
+    @app.post("/v1/jobs:validate")
+    def validate(body: Submission) -> dict[str, Any]:
+        return {"spec": spec_data(controller.validate(body.spec, body.file))}
+
+    @app.post("/v1/jobs/{job}/cancel")
+    def cancel(job: str, body: Ask | None = None) -> dict[str, Any]:
+        row = resolve(controller.store, job)
+        return job_json(controller.cancel(row.id, (body or Ask()).reason))
+
+    @app.post("/v1/jobs/{job}/resume")
+    def resume(job: str, body: Ask | None = None) -> dict[str, Any]:
+        row = resolve(controller.store, job)
+        return job_json(controller.resume(row.id, (body or Ask()).reason))
+
+
+def _add_reads(app: FastAPI, controller: Controller) -> None:
+    store = controller.store
+
+    @app.get("/healthz")
+    def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/jobs")
+    def jobs() -> dict[str, Any]:
+        return {"jobs": [job_json(row) for row in store.jobs()]}
+
+    @app.get("/v1/jobs/{job}")
+    def show(job: str) -> dict[str, Any]:
+        row = resolve(store, job)
+        more = {"attempts": store.attempts(row.id), "spec": spec_data(row.spec)}
+        return {**job_json(row), **more}
+
+    @app.get("/v1/jobs/{job}/events")
+    def events(job: str, after: After = 0, wait: Wait = 0, limit: Limit = PAGE) -> dict[str, Any]:
+        row = resolve(store, job)
+        rows = _held(controller, wait, lambda: store.events(row.id, after, limit), row.id)
+        return _page("events", rows, after, store.job(row.id))
+
+    @app.get("/v1/jobs/{job}/steps")
+    def steps(
+        job: str, after: After = 0, wait: Wait = 0, limit: Limit = PAGE, tensors: bool = True
+    ) -> dict[str, Any]:
+        row = resolve(store, job)
+        rows = _held(controller, wait, lambda: store.steps(row.id, after, limit), row.id)
+        if not tensors:
+            rows = [{**step, "tensors": {}} for step in rows]
+        return _page("steps", rows, after, store.job(row.id))
+
+    @app.get("/v1/jobs/{job}/records")
+    def records(job: str) -> dict[str, Any]:
+        row = resolve(store, job)
+        return {
+            "incidents": [i.to_json() for i in store.incidents(row.id)],
+            "actions": [a.to_json() for a in store.actions(row.id)],
+        }
+
+    @app.get("/v1/jobs/{job}/logs")
+    def logs(
+        job: str,
+        rank: Annotated[int, Query(ge=0)] = 0,
+        attempt: Annotated[int | None, Query(ge=1)] = None,
+        offset: After = 0,
+        wait: Wait = 0,
+    ) -> dict[str, Any]:
+        row = resolve(store, job)
+        number = attempt or row.attempt
+        file = Path(row.job_dir) / "logs" / f"attempt-{number}" / f"rank-{rank}.log"
+        deadline = time.monotonic() + wait
+        while True:
+            text, end = read_log(file, offset)
+            row = store.job(row.id)
+            left = deadline - time.monotonic()
+            # The next attempt's log is another file: a follower moves on to it.
+            if text or left <= 0 or settled(row) or (attempt is None and row.attempt != number):
+                break
+            time.sleep(min(0.2, left))
+        return {
+            "text": text,
+            "offset": end,
+            "attempt": number,
+            "rank": rank,
+            "exists": file.exists(),
+            "state": row.state.word,
+            "settled": settled(row),
+        }
+
+
+def read_log(file: Path, offset: int) -> tuple[str, int]:
+    """Text from byte ``offset`` on, a chunk at most, and where the next one begins.
+
+    Never splits a UTF-8 character; what is no UTF-8 is replaced.
+    """
+    try:
+        with file.open("rb") as log:
+            log.seek(offset)
+            data = log.read(LOG_CHUNK)
+    except OSError:
+        return "", offset
+    for cut in range(1, min(4, len(data)) + 1):
+        lead = data[-cut]
+        if lead >= 0xC0:
+            # A character's first byte; how many follow is in its high bits.
+            size = 2 + (lead >= 0xE0) + (lead >= 0xF0)
+            data = data[:-cut] if size > cut else data
+            break
+        if lead < 0x80:
+            break
+    return data.decode("utf-8", "replace"), offset + len(data)
+
+
+def _held(
+    controller: Controller, wait: float, read: Callable[[], list[dict[str, Any]]], job: str
+) -> list[dict[str, Any]]:
+    """What ``read`` gives, as soon as it gives something or the job is settled."""
+    deadline = time.monotonic() + wait
+    while True:
+        seen = controller.changes()
+        rows = read()
+        left = deadline - time.monotonic()
+        if rows or left <= 0 or settled(controller.store.job(job)):
+            return rows
+        controller.wait_for_change(seen, left)
+
+
+def _page(name: str, rows: list[dict[str, Any]], after: int, row: JobRow) -> dict[str, Any]:
+    newest = rows[-1]["id"] if rows else after
+    return {name: rows, "next": newest, "state": row.state.word, "settled": settled(row)}
+
+
+def _error(status: int, error: str, problems: list[dict[str, Any]] | None = None) -> JSONResponse:
+    return JSONResponse({"error": error, "problems": problems or []}, status)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(SpecError)
+    def spec_error(_: Request, error: SpecError) -> JSONResponse:
+        count = len(error.problems)
+        told = f"{count} problem{'s' * (count > 1)} in the job file"
+        return _error(422, told, [p.to_json() for p in error.problems])
+
+    @app.exception_handler(UnknownJob)
+    def unknown(_: Request, error: UnknownJob) -> JSONResponse:
+        return _error(404, str(error))
+
+    @app.exception_handler(AmbiguousJob)
+    def ambiguous(_: Request, error: AmbiguousJob) -> JSONResponse:
+        return _error(409, str(error))
+
+    @app.exception_handler(TransitionRefused)
+    def refused(_: Request, error: TransitionRefused) -> JSONResponse:
+        return _error(409, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        return _error(422, "; ".join(told))
+
+    @app.exception_handler(HTTPException)
+    def http(_: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail).lower())
+
+    @app.exception_handler(Exception)
+    def unexpected(_: Request, error: Exception) -> JSONResponse:
+        logger.error("a request failed", exc_info=error)
+        return _error(500, f"the controller failed on this request ({type(error).__name__})")

@@ -1,0 +1,133 @@
+"""The controller as a process: a detached, named Ray actor that Ray restarts.
+
+Promises: what was accepted is still there after a restart, at the same address; the
+calls of supervisors (``ControllerPort``) and the HTTP API reach the same ``Controller``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from orchestrator.controller import Controller
+from orchestrator.home import Home, Server
+from orchestrator.node_groups import RayNodeGroups
+from orchestrator.protocol import (
+    CONTROLLER_ACTOR,
+    NAMESPACE,
+    Acknowledgement,
+    ResumeState,
+    SupervisorBatch,
+)
+from orchestrator.store import Store
+from orchestrator.supervisors import RaySupervisors
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 32
+"""Calls of supervisors at once; a slow one must not hold up the others."""
+
+
+class ControllerActor:
+    """Serves the home at ``home``; ``supervisor`` replaces the supervisors' class in tests."""
+
+    def __init__(self, home: str, supervisor: type | None = None) -> None:
+        import uvicorn
+
+        from orchestrator.api import create_app
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        self._home = Home(Path(home))
+        config = self._home.config()
+        token = self._home.token(create=True)
+        assert token, "token(create=True) gives one"
+        self._controller = Controller(
+            Store(self._home.store_url),
+            RayNodeGroups(),
+            RaySupervisors(supervisor or _supervisor_class()),
+            self._home.jobs_dir,
+            fixed_cluster=config.fixed_cluster,
+        )
+        listening = self._listen(config.host, config.port)
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self._server = Server(f"http://{shown}:{port}", port, os.getpid())
+        app = create_app(self._controller, token)
+        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        serve = uvicorn.Server(settings)
+        threading.Thread(
+            target=serve.run, kwargs={"sockets": [listening]}, name="api", daemon=True
+        ).start()
+        threading.Thread(
+            target=self._controller.run, args=(threading.Event(),), name="reconcile", daemon=True
+        ).start()
+        self._home.write_server(self._server)
+
+    def url(self) -> str:
+        """Where the API listens."""
+        return self._server.url
+
+    def pid(self) -> int:
+        """Process id of this controller."""
+        return os.getpid()
+
+    def next_attempt(self, job: str, reason: str) -> ResumeState:
+        """``ControllerPort.next_attempt``."""
+        return self._controller.next_attempt(job, reason)
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        """``ControllerPort.report``."""
+        return self._controller.report(job, attempt, batch)
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        """A listening socket: the port asked for, or the one it had before a restart."""
+        before = self._home.server()
+        wanted = [port] if port else [before.port if before else 0, 0]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for number in wanted:
+            listening = socket.socket(family, socket.SOCK_STREAM)
+            # The connections of the controller before may still be closing.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listening.bind((host, number))
+                listening.listen(128)
+            except OSError:
+                listening.close()
+                if number == wanted[-1]:
+                    raise
+            else:
+                return listening
+        raise AssertionError("the last port either binds or raises")
+
+
+def start_controller(home: Home, supervisor: type | None = None) -> str:
+    """Start the controller of ``home`` on this process' Ray, or find it; returns its URL."""
+    import ray
+
+    with contextlib.suppress(ValueError):
+        found = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
+        return str(ray.get(found.url.remote()))
+    actor: Any = (
+        ray.remote(ControllerActor)
+        .options(
+            name=CONTROLLER_ACTOR,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=CONCURRENCY,
+        )
+        .remote(str(home.path), supervisor)
+    )
+    return str(ray.get(actor.url.remote()))
+
+
+def _supervisor_class() -> type:
+    from orchestrator.supervisor import Supervisor
+
+    return Supervisor

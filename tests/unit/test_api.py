@@ -1,0 +1,257 @@
+"""The HTTP API: its token, its errors, its pages, with stand-ins behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from orchestrator.api import create_app, read_log
+from orchestrator.api_guard import BODY_LIMIT
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import EventDraft, SupervisorBatch
+from tests.unit.control_plane import ControlPlane
+from tests.unit.test_store import step
+
+TOKEN = "correct-horse"
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> ControlPlane:
+    return ControlPlane(tmp_path, 4)
+
+
+@pytest.fixture
+def api(plane: ControlPlane) -> Iterator[TestClient]:
+    app = create_app(plane.controller, TOKEN)
+    # As the real server does: an exception becomes an answer, not a crash of the client.
+    with TestClient(app, raise_server_exceptions=False) as client:
+        client.headers["Authorization"] = f"Bearer {TOKEN}"
+        yield client
+
+
+def spec(**changes: object) -> dict[str, object]:
+    return {"name": "toy", "slots_per_node": 4, "parallelism": {"pipeline": 2}, **changes}
+
+
+ROUTES = [
+    ("GET", "/v1/jobs"),
+    ("POST", "/v1/jobs"),
+    ("POST", "/v1/jobs:validate"),
+    ("GET", "/v1/jobs/x"),
+    ("GET", "/v1/jobs/x/events"),
+    ("GET", "/v1/jobs/x/steps"),
+    ("GET", "/v1/jobs/x/records"),
+    ("GET", "/v1/jobs/x/logs"),
+    ("POST", "/v1/jobs/x/cancel"),
+    ("POST", "/v1/jobs/x/resume"),
+    ("GET", "/v1/nothing"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("", 401),
+        ("Bearer", 401),
+        ("Basic Y29ycmVjdC1ob3JzZQ==", 401),
+        ("Bearer wrong", 403),
+        (f"Bearer {TOKEN}x", 403),
+        ("Bearer \xe4".encode("latin-1"), 403),
+    ],
+)
+def test_no_route_answers_without_the_right_token(
+    api: TestClient, method: str, path: str, header: str | bytes | None, status: int
+) -> None:
+    del api.headers["Authorization"]
+    headers = {} if header is None else {"Authorization": header}
+    answer = api.request(method, path, headers=headers)  # type: ignore[arg-type]
+    assert answer.status_code == status
+    body = answer.json()
+    assert set(body) == {"error", "problems"}
+    assert "Traceback" not in answer.text and TOKEN not in answer.text
+
+
+def test_health_needs_no_token_and_the_schema_lists_every_route(api: TestClient) -> None:
+    del api.headers["Authorization"]
+    assert api.get("/healthz").json() == {"status": "ok"}
+    paths = api.get("/openapi.json").json()["paths"]
+    for _, path in ROUTES[:-1]:
+        assert path.replace("/x", "/{job}") in paths
+
+
+def test_a_job_is_submitted_listed_shown_and_cancelled(api: TestClient) -> None:
+    made = api.post("/v1/jobs", json={"spec": spec(), "file": "toy.yaml"})
+    assert made.status_code == 201
+    job = made.json()
+    assert (job["state"], job["file"], job["settled"]) == ("queued", "toy.yaml", False)
+    assert [j["id"] for j in api.get("/v1/jobs").json()["jobs"]] == [job["id"]]
+    shown = api.get(f"/v1/jobs/{job['id']}").json()
+    assert shown["spec"]["training"]["train_micro_batch_size_per_gpu"] == 4
+    gone = api.post(f"/v1/jobs/{job['id']}/cancel", json={"reason": "by test"}).json()
+    assert (gone["state"], gone["reason"], gone["settled"]) == ("cancelled", "by test", True)
+    again = api.post(f"/v1/jobs/{job['id']}/cancel")
+    assert again.status_code == 409
+    assert "cancelled for good" in again.json()["error"]
+
+
+def test_problems_of_a_spec_come_with_file_key_value_and_remedy(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    bad = spec(parallelism={"pipeline": 9}, precison="fp8")
+    for path in ("/v1/jobs", "/v1/jobs:validate"):
+        answer = api.post(path, json={"spec": bad, "file": "my/job.yaml"})
+        assert answer.status_code == 422
+        problems = {p["key"]: p for p in answer.json()["problems"]}
+        assert {"parallelism.pipeline", "precison"} <= set(problems)
+        assert problems["precison"]["file"] == "my/job.yaml"
+        assert "'precision'" in problems["precison"]["remedy"]
+    assert plane.store.jobs() == []
+
+
+def test_a_dry_run_completes_and_stores_nothing(api: TestClient, plane: ControlPlane) -> None:
+    answer = api.post("/v1/jobs:validate", json={"spec": spec()})
+    assert answer.json()["spec"]["parallelism"]["data"] == 2
+    assert plane.store.jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422),
+        (b"{", 422),
+        (b"[]", 422),
+        (b'{"spec": 3}', 422),
+        (b'{"spec": {}, "more": 1}', 422),
+        (b'{"spec": {"name": NaN}}', 422),
+        (b"x" * (BODY_LIMIT + 1), 413),
+    ],
+)
+def test_a_malformed_body_is_refused_as_json(api: TestClient, body: bytes, status: int) -> None:
+    answer = api.post("/v1/jobs", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status
+    assert answer.json()["error"]
+
+
+def test_a_body_without_a_length_is_measured_as_it_comes(api: TestClient) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(BODY_LIMIT // 65536 + 2):
+            yield b"x" * 65536
+
+    assert api.post("/v1/jobs", content=chunks()).status_code == 413
+
+
+def test_a_job_goes_by_id_name_or_unique_beginning(api: TestClient, plane: ControlPlane) -> None:
+    first, second = plane.submit("alpha"), plane.submit("beta")
+    assert api.get("/v1/jobs/alpha").json()["id"] == first
+    assert api.get("/v1/jobs/be").json()["id"] == second
+    missing = api.get("/v1/jobs/gamma")
+    assert missing.status_code == 404
+    assert "no job 'gamma'" in missing.json()["error"]
+    twin = plane.submit("alpha")
+    several = api.get("/v1/jobs/alpha")
+    assert several.status_code == 409
+    assert first in several.json()["error"] and twin in several.json()["error"]
+    plane.controller.cancel(first, "done")
+    assert api.get("/v1/jobs/alpha").json()["id"] == twin
+
+
+def test_an_exception_is_an_answer_without_a_traceback(
+    api: TestClient, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(plane.store, "jobs", broken)
+    answer = api.get("/v1/jobs")
+    assert answer.status_code == 500
+    assert "RuntimeError" in answer.json()["error"]
+    assert "secret detail" not in answer.text
+
+
+def running(plane: ControlPlane) -> str:
+    job = plane.submit()
+    plane.steps(2)
+    return job
+
+
+def test_a_long_poll_answers_as_soon_as_something_is_stored(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    job = running(plane)
+    newest = api.get(f"/v1/jobs/{job}/events").json()["next"]
+
+    def later() -> None:
+        time.sleep(0.3)
+        told = EventDraft("told", 5.0, "news", {})
+        plane.controller.report(job, 1, SupervisorBatch(1, events=(told,), steps=(step(0),)))
+
+    teller = threading.Thread(target=later)
+    began = time.monotonic()
+    teller.start()
+    answer = api.get(f"/v1/jobs/{job}/events", params={"after": newest, "wait": 20}).json()
+    assert 0.2 < time.monotonic() - began < 10
+    assert [e["message"] for e in answer["events"]] == ["news"]
+    teller.join()
+    steps = api.get(f"/v1/jobs/{job}/steps", params={"wait": 20}).json()
+    assert [s["step"] for s in steps["steps"]] == [0]
+    after = api.get(f"/v1/jobs/{job}/steps", params={"after": steps["next"]}).json()
+    assert (after["steps"], after["next"]) == ([], steps["next"])
+
+
+def test_a_long_poll_ends_with_its_time_and_with_the_job(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    job = running(plane)
+    newest = api.get(f"/v1/jobs/{job}/events").json()["next"]
+    poll = {"after": newest, "wait": 0.3}
+    assert api.get(f"/v1/jobs/{job}/events", params=poll).json()["events"] == []
+    ended = SupervisorBatch(1, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+    plane.controller.report(job, 1, ended)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    page = api.get(f"/v1/jobs/{job}/events").json()
+    began = time.monotonic()
+    poll = {"after": page["next"], "wait": 20}
+    last = api.get(f"/v1/jobs/{job}/events", params=poll).json()
+    assert (last["events"], last["state"], last["settled"]) == ([], "succeeded", True)
+    assert time.monotonic() - began < 5
+    assert api.get(f"/v1/jobs/{job}/events", params={"wait": 1e9}).status_code == 422
+
+
+def test_logs_come_by_rank_attempt_and_offset(api: TestClient, plane: ControlPlane) -> None:
+    job = running(plane)
+    folder = Path(plane.store.job(job).job_dir) / "logs" / "attempt-1"
+    folder.mkdir(parents=True)
+    (folder / "rank-2.log").write_text("first\n")
+    path = f"/v1/jobs/{job}/logs"
+    first = api.get(path, params={"rank": 2}).json()
+    assert (first["text"], first["attempt"], first["exists"]) == ("first\n", 1, True)
+    with (folder / "rank-2.log").open("a") as log:
+        log.write("second\n")
+    more = api.get(path, params={"rank": 2, "offset": first["offset"], "wait": 5}).json()
+    assert more["text"] == "second\n"
+    assert api.get(path, params={"rank": 3}).json()["exists"] is False
+    for bad in ({"rank": -1}, {"rank": "../x"}, {"attempt": 0}, {"offset": -5}):
+        assert api.get(path, params=bad).status_code == 422  # type: ignore[arg-type]
+
+
+def test_a_log_is_never_cut_inside_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    text = "a×b–€😀"
+    data = text.encode()
+    for size in range(len(data) + 1):
+        file.write_bytes(data[:size])
+        head, offset = read_log(file, 0)
+        file.write_bytes(data)
+        tail, end = read_log(file, offset)
+        assert head + tail == text
+        assert end == len(data)
+    file.write_bytes(b"\xff\x80\x80\x80\x80\x80")
+    assert read_log(file, 0)[1] == 6
