@@ -81,7 +81,7 @@ def block_dequantize(payload: Tensor, scales: Tensor, format: Float8Format) -> T
     return values.mul_(scale_inv.view(torch.float32)[:, None]).flatten()
 
 
-class _Codec:
+class BlockCodec:
     """Blocks to bytes and back: in C on CPU where there is a compiler, else in PyTorch."""
 
     def __init__(self, format: Float8Format, block: int, library: ctypes.CDLL | None) -> None:
@@ -90,6 +90,7 @@ class _Codec:
         self._library = library
 
     def quantize(self, x: Tensor, payload: Tensor, scales: Tensor, error: Tensor) -> None:
+        """``block_quantize`` in this codec's format."""
         if self._library is None:
             block_quantize(x, payload, scales, self.format, error)
             return
@@ -161,7 +162,7 @@ class GradientExchange:
         self._device = torch.device(device)
         on_cpu = self._device.type == "cpu"
         library = kernels.load() if compiled and on_cpu and dtype == "fp8" else None
-        self._codec = _Codec(FORMATS[config.format.upper()], config.block, library)
+        self._codec = BlockCodec(FORMATS[config.format.upper()], config.block, library)
         self._workspaces: dict[int, _Workspace] = {}
         self._bytes = 0
         self._uncompressed_bytes = 0

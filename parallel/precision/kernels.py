@@ -90,7 +90,11 @@ def _built(compiler: str) -> Path:
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     command = [compiler, *_FLAGS, str(source), "-o", temporary]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+    except (OSError, subprocess.SubprocessError):
+        Path(temporary).unlink()
+        raise
     # Ranks that start together each build their own copy; the last rename wins.
     return Path(temporary).replace(folder / name)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.config import FP8Config
@@ -75,6 +77,7 @@ def test_every_bf16_input_is_rounded_as_ml_dtypes_does(format, way, scale):
 
 
 @by_format
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64))
 def test_saturating_cast_rounds_any_float_as_ml_dtypes_does(format, values):
     x = torch.tensor(values, dtype=torch.float32)
@@ -155,7 +158,22 @@ def test_without_a_compiler_there_are_no_kernels_and_no_error(monkeypatch, caplo
     assert "no C compiler" in caplog.text
 
 
-def test_a_compiler_that_fails_is_a_warning_and_no_error(monkeypatch, caplog, tmp_path):
+def test_a_compiler_that_fails_is_a_warning_and_leaves_nothing(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
+    (tmp_path / "kernels.c").write_text("")
     monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/false")
     assert kernels.load.__wrapped__() is None
     assert "plain PyTorch" in caplog.text
+    assert not list((tmp_path / "__pycache__").iterdir())
+
+
+def test_where_the_package_is_read_only_they_are_built_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "package").mkdir()
+    source = Path(kernels.__file__).with_name("kernels.c")
+    (tmp_path / "package" / "kernels.c").write_text(source.read_text())
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "package" / "kernels.py"))
+    assert kernels.load.__wrapped__() is not None
+    (folder,) = tmp_path.glob("octavo-kernels-*")
+    assert folder.stat().st_mode & 0o077 == 0

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.config import FP8Config
@@ -54,6 +54,7 @@ class DelayedModel:
             self.history = [0.0, *rows[2:], rows[0]]
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 5),
     st.sampled_from(["max", "most_recent"]),
@@ -109,6 +110,7 @@ class TestDelayed:
         assert history_after([8.0], 2, margin=3)[1] == 7.0
 
 
+@settings(deadline=None)
 @given(AMAX, st.sampled_from([0.0, 2.0**-20, 1.0]), st.booleans(), st.sampled_from([E4M3, E5M2]))
 def test_current_scaling_follows_its_rules_bit_for_bit(amax, epsilon, power_of_two, format):
     largest = float(torch.finfo(torch.bfloat16).max)
