@@ -167,10 +167,10 @@ def test_a_compiler_that_fails_is_a_warning_and_leaves_nothing(monkeypatch, capl
     assert not list((tmp_path / "__pycache__").iterdir())
 
 
-def test_where_the_package_is_read_only_they_are_built_elsewhere(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.os, "access", lambda path, mode: False)
+def test_where_the_package_takes_no_file_they_are_built_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__pycache__").write_text("a file where the folder would be")
     source = Path(kernels.__file__).with_name("kernels.c")
     (tmp_path / "package" / "kernels.c").write_text(source.read_text())
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "package" / "kernels.py"))
