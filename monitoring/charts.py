@@ -181,61 +181,52 @@ def picture(width: float, height: float, label: str, body: str, classes: str = "
     )
 
 
-LEVELS = (-2.0, 0.0, 1.0, 2.0, 3.0, 4.0)
-"""Headroom in octaves that parts the colours ``h0`` (far beyond the maximum) to ``h6``."""
-
-
-def level(headroom: float) -> int:
-    """Index of the colour of a headroom."""
-    return sum(headroom >= limit for limit in LEVELS)
-
-
 def heat_map(
     frame: Frame,
     rows: Sequence[str],
-    cells: Mapping[str, Mapping[int, float]],
+    cells: Mapping[str, Mapping[int, int]],
     hatched: Mapping[str, Sequence[tuple[float, float]]],
 ) -> str:
     """Rows of coloured cells over steps.
 
-    ``cells``: row → step → headroom in octaves; several steps that fall on one column show
-    the least. ``hatched``: row → [from, to) drawn over with stripes (BF16).
+    ``cells``: row → step → colour, 0 (class ``h0``) being the worst; several steps that fall
+    on one column show the worst. ``hatched``: row → [from, to) striped beneath (BF16).
     """
-    parts: list[str] = []
+    labels: list[str] = []
+    stripes: list[str] = []
+    paths: dict[int, list[str]] = {}
     height = (frame.floor - frame.top) / max(1, len(rows))
     low, high = frame.x_range
-    columns = max(1, min(int(high - low) + 1, int(frame.width - frame.left - frame.right) // 3))
-    wide = (frame.width - frame.left - frame.right) / columns
-    paths: dict[int, list[str]] = {}
-    for number_of_row, row in enumerate(rows):
-        top = frame.top + number_of_row * height
-        parts.append(text(frame.left - 7, top + height / 2 + 4, row, "axis end"))
-        least: dict[int, float] = {}
+    inner = frame.width - frame.left - frame.right
+    columns = max(1, min(int(high - low) + 1, int(inner) // 3))
+    wide = inner / columns
+    for i, row in enumerate(rows):
+        top = frame.top + i * height
+        labels.append(text(frame.left - 7, top + height / 2 + 4, row, "axis end"))
+        for begin, end in hatched.get(row, ()):
+            x, until = frame.x(begin), min(frame.x(end), frame.width - frame.right)
+            stripes.append(
+                f'<rect class="hatched" x="{number(x)}" y="{number(top + 1)}" '
+                f'width="{number(max(1.5, until - x))}" height="{number(height - 2)}"/>'
+            )
+        worst: dict[int, int] = {}
         for step, value in cells.get(row, {}).items():
             column = min(columns - 1, int((step - low) * columns / (high - low + 1)))
-            least[column] = min(value, least.get(column, math.inf))
-        for start, length, colour in _runs(least):
+            worst[column] = min(value, worst.get(column, value))
+        for start, length, colour in _runs(worst):
             paths.setdefault(colour, []).append(
                 f"M{number(frame.left + start * wide)} {number(top + 1)}"
                 f"h{number(length * wide)}v{number(height - 2)}h{number(-length * wide)}z"
             )
-    parts += [f'<path class="h{c}" d="{"".join(d)}"/>' for c, d in sorted(paths.items())]
-    for number_of_row, row in enumerate(rows):
-        top = frame.top + number_of_row * height
-        for begin, end in hatched.get(row, ()):
-            x, until = frame.x(begin), min(frame.x(end), frame.width - frame.right)
-            parts.append(
-                f'<rect class="hatched" x="{number(x)}" y="{number(top + 1)}" '
-                f'width="{number(max(1.5, until - x))}" height="{number(height - 2)}"/>'
-            )
-    return "".join(parts) + frame.x_axis()
+    coloured = [f'<path class="h{c}" d="{"".join(d)}"/>' for c, d in sorted(paths.items())]
+    return "".join([*labels, *stripes, *coloured]) + frame.x_axis()
 
 
-def _runs(least: Mapping[int, float]) -> list[tuple[int, int, int]]:
+def _runs(worst: Mapping[int, int]) -> list[tuple[int, int, int]]:
     """(first column, columns, colour) of stretches of one colour."""
     runs: list[tuple[int, int, int]] = []
-    for column in sorted(least):
-        colour = level(least[column])
+    for column in sorted(worst):
+        colour = worst[column]
         if runs and runs[-1][2] == colour and runs[-1][0] + runs[-1][1] == column:
             start, length, _ = runs[-1]
             runs[-1] = (start, length + 1, colour)

@@ -14,15 +14,17 @@ from monitoring.records import StepRecord
 HEADLINES = {
     "none": "Watched",
     "skip_step": "Skipped the step",
-    "rollback": "Rolled back",
-    "layer_fallback": "Rolled back, layers to BF16",
+    "rollback": "Rolled back{where}",
+    "layer_fallback": "Rolled back{where}, layers to BF16",
     "return_to_fp8": "Layers back to FP8",
-    "whole_bf16": "Rolled back, whole model to BF16",
-    "lower_lr": "Rolled back, learning rate lowered",
-    "restart": "Restarted the ranks",
+    "whole_bf16": "Rolled back{where}, whole model to BF16",
+    "lower_lr": "Rolled back{where}, learning rate lowered",
+    "restart": "Restarted the ranks{where}",
     "pause": "Paused for a person",
     "fail": "Gave up",
 }
+
+"""What an action did; ``{where}`` is `` to step N`` or nothing."""
 
 TROUBLES = {
     "nonfinite": "non-finite gradient",
@@ -53,11 +55,12 @@ class Episode:
 
     @property
     def answer(self) -> str:
-        """What was done, in two or three words."""
+        """What was done, in a few words."""
         if self.action is None:
             return "Seen"
         kind = str(self.action["kind"])
-        return HEADLINES.get(kind, kind)
+        where = "" if self.to_step is None else f" to step {self.to_step}"
+        return HEADLINES[kind].format(where=where) if kind in HEADLINES else kind
 
     @property
     def to_step(self) -> int | None:

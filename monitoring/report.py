@@ -21,9 +21,9 @@ from monitoring.report_charts import (
     Story,
     bf16_chart,
     grad_norm_chart,
-    headroom_chart,
     is_good,
     loss_chart,
+    precision_chart,
     recovery_picture,
 )
 from monitoring.report_style import PAGE
@@ -34,16 +34,16 @@ __all__ = ["recovery_picture", "render_report"]
 WIDE, NARROW = 930.0, 370.0
 """Widths in which each chart is drawn, for a screen and for a phone."""
 
-HEADROOM_NAMES = (
-    "clamped by 2 octaves and more",
-    "clamped",
-    "under 1 octave left",
+COLOUR_NAMES = (
+    "10 % clamped and more",
+    "1 % and more",
+    "0.1 % and more",
+    "next to none; headroom under 1 octave",
     "1 to 2",
     "2 to 3",
-    "3 to 4",
-    "over 4",
+    "over 3",
 )
-"""What the colours ``h0`` to ``h6`` of a heat map mean."""
+"""What the colours ``h0`` to ``h6`` of the heat map mean."""
 
 
 def render_report(view: JobView) -> str:
@@ -61,7 +61,8 @@ def render_report(view: JobView) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(view.job)} · {escape(view.state)}</title><style>{PAGE}</style></head>"
-        f"<body><main>{body}</main></body></html>"
+        # Not display:none, which would take the pattern away from those who refer to it.
+        f'<body><svg class="defs" aria-hidden="true">{HATCH}</svg><main>{body}</main></body></html>'
     )
 
 
@@ -86,8 +87,8 @@ def _lead(summary: Row) -> str:
     if not summary["incidents"]:
         return f"{told}, without an incident."
     steps = {(i["attempt"], i["timeline"], i["step"]) for i in summary["incidents"]}
-    troubles = f"{len(steps)} trouble{'s' if len(steps) > 1 else ''}"
-    cost = f"{summary['steps_lost']} steps redone" if back else "no step redone"
+    troubles = _count(len(steps), "trouble")
+    cost = f"{_count(summary['steps_lost'], 'step')} redone" if back else "no step redone"
     seconds = summary["time_to_recover_s"]
     speed = f", back in training after {_value(seconds, 3)} s" if seconds is not None else ""
     return f"{told}. {troubles} handled without a person: {cost}{speed}."
@@ -157,14 +158,15 @@ def _precision(story: Story) -> str:
     if any(record.tensors for record in story.kept):
         keys = "".join(
             _key(f'<rect class="h{i}" width="22" height="12" rx="2"/>', name)
-            for i, name in enumerate(HEADROOM_NAMES)
+            for i, name in enumerate(COLOUR_NAMES)
         )
-        keys += _key(HATCH + '<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
+        keys += _key('<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
         body += (
-            "<section><h2>Headroom of the layers</h2>"
-            '<p class="sub">octaves between the largest value and the FP8 maximum, worst operand; '
-            "undone steps included</p>"
-            f'{_both(headroom_chart, story)}<div class="legend">{keys}</div></section>'
+            "<section><h2>FP8 range by layer</h2>"
+            '<p class="sub">share of values clamped to the FP8 maximum, and where there is next '
+            "to none the octaves left below it; worst operand, trouble of undone steps "
+            "included</p>"
+            f'{_both(precision_chart, story)}<div class="legend">{keys}</div></section>'
         )
     if story.bf16:
         body += f"<section><h2>Layers in BF16</h2>{_both(bf16_chart, story)}</section>"
@@ -210,16 +212,15 @@ def _incident(incident: Row) -> str:
             for s in suspects
         )
         body += (
-            f"<details><summary>{len(suspects)} suspect layers, first to move in front</summary>"
+            f"<details><summary>{_count(len(suspects), 'suspect layer')}, likeliest first</summary>"
             f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
         )
     return body
 
 
 def _action(episode: Episode, action: Row) -> str:
-    to_step = "" if episode.to_step is None else f" to step {episode.to_step}"
-    done = f"{episode.answer}{to_step}."
-    body = f'<p><span class="done">{escape(done)}</span> {escape(str(action["reason"]))}</p>'
+    done = escape(f"{episode.answer}.")
+    body = f'<p><span class="done">{done}</span> {escape(str(action["reason"]))}</p>'
     facts: dict[str, Any] = {}
     if action.get("precision"):
         facts["precision"] = ", ".join(f"{k} → {v}" for k, v in action["precision"].items())
@@ -258,6 +259,10 @@ def _facts(facts: Mapping[str, Any]) -> str:
         for k, v in facts.items()
     )
     return f'<dl class="facts">{items}</dl>'
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _words(name: str) -> str:

@@ -164,39 +164,69 @@ def grad_norm_chart(story: Story, width: float) -> str:
     return picture(width, height, "Gradient norm over steps, logarithmic", body)
 
 
-def headroom_cells(story: Story) -> dict[str, dict[int, float]]:
-    """Layer → step → least headroom of its operands in octaves, in the layers' own order.
+def cell_colour(clamped_pct: float, headroom: float) -> int:
+    """Colour of a layer in one step, 0 the worst to 6.
 
-    Over kept and abandoned records alike; a layer in BF16 has none.
+    Clamped values decide; headroom only where there are next to none. Delayed scaling leaves
+    a steady tensor no headroom by intent, so that little of it is no trouble by itself.
     """
-    cells: dict[str, dict[int, float]] = {}
-    every = [r for part in story.lost for r in part] + story.kept
-    for record in every:
-        away = frozenset(record.high_precision_layers)
-        for name, stats in record.tensors.items():
-            layer = split_name(name)[0]
-            row = cells.setdefault(layer, {})
-            if layer in away or not is_calibrated(stats):
-                continue
-            room = headroom_octaves(name, stats, story.fp8_format)
-            row[record.step] = min(room, row.get(record.step, math.inf))
+    for colour, limit in enumerate(CLAMPED_PCT):
+        if clamped_pct >= limit:
+            return colour
+    return len(CLAMPED_PCT) + sum(headroom >= limit for limit in HEADROOM_OCTAVES)
+
+
+CLAMPED_PCT = (10.0, 1.0, 0.1)
+"""Percent of values clamped from which the first colours are taken."""
+HEADROOM_OCTAVES = (1.0, 2.0, 3.0)
+"""Headroom that parts the other colours."""
+
+
+def precision_cells(story: Story) -> dict[str, dict[int, int]]:
+    """Layer → step → colour of its worst operand, in the layers' own order.
+
+    A layer in BF16 has none. Of abandoned steps only trouble is shown, for the kept ones
+    stand in the same place.
+    """
+    cells: dict[str, dict[int, int]] = {}
+    for record in story.kept:
+        _paint(cells, record, story.fp8_format, most=len(CLAMPED_PCT) + len(HEADROOM_OCTAVES))
+    for record in (r for part in story.lost for r in part):
+        _paint(cells, record, story.fp8_format, most=len(CLAMPED_PCT) - 1)
     return cells
 
 
-def headroom_chart(story: Story, width: float) -> str:
-    """Heat map layer × step of the headroom to the FP8 maximum, BF16 stretches striped."""
-    cells = headroom_cells(story)
-    worst = sorted(cells, key=lambda name: min(cells[name].values(), default=math.inf))
-    shown = set(worst[:MOST_LAYERS])
+def _paint(
+    cells: dict[str, dict[int, int]], record: StepRecord, fp8_format: str, most: int
+) -> None:
+    away = frozenset(record.high_precision_layers)
+    for name, stats in record.tensors.items():
+        layer = split_name(name)[0]
+        row = cells.setdefault(layer, {})
+        if layer in away or not is_calibrated(stats):
+            continue
+        room = headroom_octaves(name, stats, fp8_format)
+        colour = cell_colour(stats.saturated_pct, room)
+        if colour <= most:
+            row[record.step] = min(colour, row.get(record.step, colour))
+
+
+def precision_chart(story: Story, width: float) -> str:
+    """Heat map layer × step: clamped values and headroom, BF16 stretches striped."""
+    cells = precision_cells(story)
+
+    def badness(name: str) -> list[int]:
+        colours = list(cells[name].values())
+        return [-colours.count(c) for c in range(len(CLAMPED_PCT) + 1)]
+
+    shown = set(sorted(cells, key=badness)[:MOST_LAYERS])
     rows = [name for name in cells if name in shown]
-    row_height = 15.0
-    height = 8 + row_height * max(1, len(rows)) + 30
-    left = 16 + 6.6 * max((len(name) for name in rows), default=4)
-    left = min(left, 0.42 * width)
+    height = 8 + 15.0 * max(1, len(rows)) + 30
+    left = min(16 + 6.6 * max((len(name) for name in rows), default=4), 0.42 * width)
     frame = Frame(width, height, story.x_range, (0, 1), left=left, top=8.0)
     hatched = {k: [(float(a), float(b)) for a, b in v] for k, v in story.bf16.items()}
-    body = HATCH + heat_map(frame, rows, cells, hatched)
-    return picture(width, height, "Headroom to the FP8 maximum by layer and step", body)
+    body = heat_map(frame, rows, cells, hatched)
+    return picture(width, height, "Clamped values and FP8 headroom by layer and step", body)
 
 
 def bf16_chart(story: Story, width: float) -> str:
@@ -205,7 +235,7 @@ def bf16_chart(story: Story, width: float) -> str:
     height = 8 + 20.0 * len(rows) + 30
     left = min(16 + 6.6 * max((len(name) for name in rows), default=4), 0.42 * width)
     frame = Frame(width, height, story.x_range, (0, 1), left=left, top=8.0)
-    parts = [HATCH]
+    parts = []
     for i, row in enumerate(rows):
         y = frame.top + 20 * i
         parts.append(text(left - 7, y + 14, row, "axis end"))
@@ -223,37 +253,59 @@ def bf16_chart(story: Story, width: float) -> str:
 def recovery_picture(view: JobView) -> str:
     """A picture of the job's first recovery that stands alone, as for a README."""
     story = Story.of(view)
-    width, height = 860.0, 400.0
-    frame = Frame(width, height, story.x_range, _loss_range(story), 58, 26, 112, 66)
+    width, height, lane = 860.0, 400.0, 96.0
+    frame = Frame(width, height, story.x_range, _loss_range(story), 58, 26, 116, 66)
     back = next((e for e in story.episodes if e.to_step is not None), None)
-    fallen = sorted(story.bf16)
-    parts = [
-        f"<style>{PICTURE}</style>{HATCH}",
-        f'<rect class="paper" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="12"/>',
-        text(24, 32, _headline(story, back), "title"),
-        text(24, 52, "Training loss in nats a token. Orange: steps that were undone.", "soft"),
-        frame.axes(),
-        _lines(story, frame, "loss"),
-        _beyond(story, frame),
-        _marks(story, frame, 92.0),
-    ]
-    if fallen:
-        begin = min(a for layer in fallen for a, _ in story.bf16[layer])
-        end = max(b for layer in fallen for _, b in story.bf16[layer])
-        x, until = frame.x(begin), min(frame.x(end), width - frame.right)
-        y = height - 34
-        parts.append(
-            f'<rect class="hatched" x="{number(x)}" y="{number(y)}" rx="4" height="16" '
-            f'width="{number(until - x)}"/>'
-        )
-        names = fallen[0] if len(fallen) == 1 else f"{fallen[0]} and {len(fallen) - 1} more"
-        parts.append(text(x - 8, y + 13, f"{names} in BF16", "call end"))
-    return picture(width, height, _headline(story, back), "".join(parts))
+    body = "".join(
+        [
+            f"<style>{PICTURE}</style>{HATCH}",
+            '<rect class="paper" x=".5" y=".5" width="859" height="399" rx="12"/>',
+            text(24, 32, _headline(story, back), "title"),
+            text(24, 52, "Training loss in nats a token; orange: steps that were undone", "soft"),
+            frame.axes(),
+            _lines(story, frame, "loss"),
+            _beyond(story, frame),
+            _marks(story, frame, lane),
+            _calls(story, frame, lane),
+            _bf16_bar(story, frame, height - 34),
+        ]
+    )
+    return picture(width, height, _headline(story, back), body)
+
+
+def _calls(story: Story, frame: Frame, lane: float) -> str:
+    """What each badge stands for, beside it where there is room."""
+    parts = []
+    for episode, following in zip(story.episodes, [*story.episodes[1:], None], strict=True):
+        words = episode.trouble if not is_good(episode) else episode.answer
+        x = frame.x(episode.step) + 14
+        until = frame.width - 12 if following is None else frame.x(following.step) - 12
+        if x + 7.3 * len(words) <= until:
+            parts.append(text(x, lane + 4, words, f"call {'good' if is_good(episode) else 'bad'}"))
+    return "".join(parts)
+
+
+def _bf16_bar(story: Story, frame: Frame, y: float) -> str:
+    """One bar below the axis for all layers that were in BF16 for a while."""
+    if not story.bf16:
+        return ""
+    names = sorted(story.bf16)
+    begin = min(a for own in story.bf16.values() for a, _ in own)
+    end = max(b for own in story.bf16.values() for _, b in own)
+    x, until = frame.x(begin), min(frame.x(end), frame.width - frame.right)
+    others = len(names) - 1
+    label = names[0] + (f" and {others} more" if others else "") + " in BF16"
+    fits = 6.4 * len(label) < x - frame.left
+    return (
+        f'<rect class="hatched" x="{number(x)}" y="{number(y)}" rx="4" height="16" '
+        f'width="{number(until - x)}"/>'
+        + (text(x - 8, y + 13, label, "call end") if fits else text(until + 8, y + 13, label))
+    )
 
 
 def _headline(story: Story, back: Episode | None) -> str:
-    if back is None or back.to_step is None:
+    if back is None:
         return f"{story.view.job}: {len(story.kept)} steps"
     trouble = back.trouble or "trouble"
-    trouble = trouble[0].upper() + trouble[1:]
-    return f"{trouble} at step {back.step}: {back.answer.lower()}, on from step {back.to_step}"
+    answer = back.answer
+    return f"{trouble[0].upper()}{trouble[1:]} at step {back.step}: {answer[0].lower()}{answer[1:]}"

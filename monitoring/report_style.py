@@ -6,12 +6,12 @@ shape or dash as well. Both follow the reader's light or dark mode.
 
 LIGHT = """--bg:#f6f7f9;--card:#fff;--ink:#1b2430;--soft:#5b6776;--line:#dfe4ea;--loss:#0072b2;
 --bad:#c2410c;--good:#00795a;--warn:#b45309;--ghost:#e08a3c;--stripe:#56b4e9;--stripeback:#e3f1fa;
---h0:#7f1d1d;--h1:#d55e00;--h2:#f0b35a;--h3:#dbe0d2;--h4:#b5cfdc;--h5:#7fb0cd;--h6:#3f87b5;
+--h0:#7f1d1d;--h1:#d55e00;--h2:#f0b35a;--h3:#e3e8ed;--h4:#bcd3e0;--h5:#8ab5cf;--h6:#4f8fba;
 --chip:#eef1f5"""
 
 DARK = """--bg:#0e131a;--card:#171e28;--ink:#e8edf3;--soft:#97a4b4;--line:#2a3441;--loss:#56b4e9;
 --bad:#ff8a4c;--good:#2fc79a;--warn:#f0b429;--ghost:#c9803f;--stripe:#56b4e9;--stripeback:#1b3345;
---h0:#ff6b4a;--h1:#d55e00;--h2:#a8752c;--h3:#4b5148;--h4:#3c5666;--h5:#32647f;--h6:#2b7199;
+--h0:#ff6b4a;--h1:#d55e00;--h2:#a8752c;--h3:#2f3a47;--h4:#33506a;--h5:#336487;--h6:#2f7aa6;
 --chip:#202a36"""
 
 CHART = """
@@ -21,11 +21,11 @@ svg .end{text-anchor:end}svg .mid{text-anchor:middle}svg .note{font-size:12px}
 svg .strong{font-weight:650}svg .soft{fill:var(--soft)}
 .grid{stroke:var(--line);fill:none}.rule{stroke:var(--soft);fill:none}
 .kept{stroke:var(--loss);stroke-width:1.9;fill:none;stroke-linejoin:round}
-.ghost{stroke:var(--ghost);stroke-width:1.5;stroke-dasharray:4 3;fill:none;opacity:.8}
+.ghost{stroke:var(--ghost);stroke-width:1.8;stroke-dasharray:5 2.5;fill:none;opacity:.9}
 .ghost-dot{fill:var(--ghost);opacity:.55}
 .skip-dot{fill:none;stroke:var(--bad);stroke-width:1.6}
-.mark{stroke:var(--bad);stroke-dasharray:2 3;fill:none}
-.mark-good{stroke:var(--good);stroke-dasharray:2 3;fill:none}
+.mark{stroke:var(--bad);stroke-dasharray:1 4;fill:none;opacity:.75}
+.mark-good{stroke:var(--good);stroke-dasharray:1 4;fill:none;opacity:.75}
 .back{stroke:var(--good);stroke-width:2;fill:none;stroke-linecap:round;stroke-linejoin:round}
 .over{fill:var(--ghost)}
 .badge circle{fill:var(--bad)}.badge.good circle{fill:var(--good)}
@@ -54,13 +54,13 @@ h2{font-size:16px;margin:0 0 2px}
 .lead{margin:0 0 16px;font-size:16px}
 section{background:var(--card);border:1px solid var(--line);border-radius:12px;
 padding:16px 18px;margin:0 0 16px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:1px;
-background:var(--line);padding:0;overflow:hidden}
-.tile{background:var(--card);padding:12px 16px}
+.tiles{display:flex;flex-wrap:wrap;gap:1px;background:var(--line);padding:0;overflow:hidden}
+.tile{background:var(--card);padding:12px 16px;flex:1 1 150px}
 .tile b{display:block;font-size:21px;font-weight:650;font-variant-numeric:tabular-nums;
 letter-spacing:-.01em}
 .tile span{color:var(--soft);font-size:12.5px}
-svg{display:block;width:100%;height:auto}.narrow{display:none}
+svg{display:block;width:100%;height:auto}
+svg.defs{position:absolute;width:0;height:0}.narrow{display:none}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;color:var(--soft);font-size:12.5px;margin:8px 0 0}
 .legend span{display:inline-flex;align-items:center;gap:6px}
 .legend svg{width:22px;height:12px;flex:none}
@@ -88,7 +88,7 @@ tr:last-child td,tr:last-child th{border-bottom:0}
 pre{margin:8px 0 0;font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace;overflow-x:auto}
 footer{color:var(--soft);font-size:12.5px}
 @media(max-width:640px){main{padding:16px 10px 40px}section{padding:13px 12px}.tiles{padding:0}
-.wide{display:none}.narrow{display:block}h1{font-size:21px}.tile{padding:9px 12px}
+.wide{display:none}.narrow{display:block}h1{font-size:21px}.tile{padding:9px 12px;flex-basis:120px}
 .tile b{font-size:18px}}
 @media print{body{background:#fff}section{break-inside:avoid}}
 """
