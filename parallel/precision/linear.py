@@ -112,9 +112,11 @@ class Float8Linear(nn.Linear):
 
     def quantized_weight(self) -> Quantized:
         """wq_OI, quantized at the first call after ``forget_weight``."""
-        if self._weight_q is None:
+        # What evaluation quantized was not observed: training sees it once a step all the same.
+        if self._weight_q is None or (self.training and not self._weight_seen):
             weight = _bf16(self.weight.detach())
             self._weight_q = self.slot("weight").quantize(weight, keep_payload=False)
+            self._weight_seen = self.training
         return self._weight_q
 
     def forget_weight(self) -> None:

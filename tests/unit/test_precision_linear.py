@@ -196,6 +196,16 @@ class TestModes:
         layer.train()
         assert torch.equal(run(layer, seed=3)[0], y)
 
+    def test_a_step_after_an_evaluation_still_observes_the_weight(self):
+        scope, layer = warmed()
+        layer.eval()
+        layer(uneven(TOKENS, INPUTS, seed=0))
+        layer.train()
+        run(layer)
+        scope.finish_step(applied=True)
+        _, statistics = scope.statistics()
+        assert statistics[1, 0] == layer.weight.detach().abs().max()
+
     @both_recipes
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_recomputed_activations_change_nothing(self, recipe, reentrant):
