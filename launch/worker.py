@@ -1,0 +1,236 @@
+"""One rank's process: a Ray actor that imports ahead of time and then runs one attempt.
+
+A *standby* is a worker whose imports are done and that has no rank yet; it builds an
+engine in under a second. Promises: a worker whose owner (supervisor) is dead ends itself;
+an error of the loop is the error of ``run``, with the rank in its message; what the rank
+prints and logs is in ``<job_dir>/logs/attempt-N/rank-R.log``. A worker runs one attempt:
+DeepSpeed and torch.distributed leave traces in a process, so the next attempt gets
+another one.
+
+On GPU the device is the local rank's and collectives go over NCCL; written after the
+documentation and not tried, for want of a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from launch.background import run_politely
+from launch.commands import Assignment, Command, RankResult, Report
+from launch.keeper import KeeperStore
+from launch.mailbox import CommandRefusedError, Mailbox
+from launch.snapshots import SnapshotError
+
+WATCH_INTERVAL_S = 2.0
+OWNER_ABSENCE_S = 60.0
+"""How long an owner may be unreachable, without being known to be dead."""
+REPORT_TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class RankFailedError(RuntimeError):
+    """A rank's loop raised; the message has the rank, its step and what was raised."""
+
+    def __init__(self, rank: int, step: int, cause: str) -> None:
+        super().__init__(f"rank {rank}, step {step}: {cause}")
+        self.rank, self.step, self.cause = rank, step, cause
+
+    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, int, str]]:
+        return (type(self), (self.rank, self.step, self.cause))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Where a worker lives."""
+
+    node_id: str
+    """Ray's node id, hex."""
+    node_ip: str
+    hostname: str
+    pid: int
+
+
+class Worker:
+    """The actor's class; create it with ``num_cpus=0`` and ``max_concurrency`` of 4 or more."""
+
+    def __init__(self, owner: Any = None) -> None:
+        """Imports all that a rank needs; without ``owner`` nobody is watched before ``run``."""
+        self._mailbox: Mailbox | None = None
+        self._watched: Any = None
+        run_politely(_import_ahead)
+        if owner is not None:
+            self._watch(owner)
+
+    def ready(self) -> WorkerInfo:
+        """Answers once the imports are done."""
+        import ray
+
+        context = ray.get_runtime_context()
+        node_ip = ray.util.get_node_ip_address()
+        return WorkerInfo(context.get_node_id(), node_ip, socket.gethostname(), os.getpid())
+
+    def ping(self) -> bool:
+        """True."""
+        return True
+
+    def run(self, assignment: Assignment, supervisor: Any, keeper: Any) -> RankResult:
+        """Run the whole attempt of one rank; ``keeper`` None: no copies outside the process.
+
+        Raises SnapshotError when the state to start from can't be used, RankFailedError
+        for everything else that the loop raised.
+        """
+        import ray
+
+        from launch.training import TrainingLoop
+
+        if self._mailbox is not None:
+            raise RuntimeError("this worker has run an attempt already")
+        self._mailbox = Mailbox(assignment.attempt)
+        self._watch(supervisor)
+        os.environ.update(assignment.envs)
+        _bind_gloo(ray.util.get_node_ip_address())
+
+        def deliver(batch: Sequence[Report]) -> None:
+            ray.get(supervisor.report.remote(list(batch)), timeout=REPORT_TIMEOUT_S)
+
+        with _logging_to(_log_path(assignment)):
+            store = None if keeper is None else KeeperStore(keeper)
+            loop = TrainingLoop(assignment, self._mailbox, deliver, store)
+            try:
+                return loop.run()
+            except SnapshotError:
+                logger.exception("the attempt ends at its start")
+                raise
+            except Exception as error:
+                logger.exception("the attempt ends at step %d", loop.step)
+                cause = f"{type(error).__name__}: {error}"
+                raise RankFailedError(assignment.rank, loop.step, cause) from error
+
+    def post(self, command: Command) -> None:
+        """Leave a command for the loop. Raises CommandRefusedError."""
+        if self._mailbox is None:
+            raise CommandRefusedError(f"command {command.number}: this worker has no rank yet")
+        self._mailbox.post(command)
+
+    def _watch(self, owner: Any) -> None:
+        """End this process when ``owner`` has died; only the last one given is watched."""
+        first = self._watched is None
+        self._watched = owner
+        if first:
+            threading.Thread(target=self._keep_watch, name="watchdog", daemon=True).start()
+
+    def _keep_watch(self) -> None:
+        import ray
+
+        seen = time.monotonic()
+        while True:
+            try:
+                ray.get(self._watched.ping.remote(), timeout=OWNER_ABSENCE_S)
+                seen = time.monotonic()
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+                # Out of reach or overworked is not dead, for a while.
+                if time.monotonic() - seen > OWNER_ABSENCE_S:
+                    _exit("the owner has been out of reach for too long")
+            except ray.exceptions.RayError as error:
+                _exit(f"the owner is gone: {type(error).__name__}")
+            time.sleep(WATCH_INTERVAL_S)
+
+
+def _exit(why: str) -> None:
+    """End at once: the loop's thread may hang in a collective, and nothing of it is needed."""
+    logger.error("worker %d ends: %s", os.getpid(), why)
+    with suppress(Exception):
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _import_ahead() -> None:
+    # deepspeed picks its accelerator while it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Ranks share the node's cores: a pool in each would only switch contexts.
+        torch.set_num_threads(1)
+
+    # deepspeed.initialize imports it, and torch._dynamo with it, which takes seconds.
+
+    import launch.training  # noqa: F401
+    from parallel.precision import kernels
+
+    kernels.load()
+
+
+def _bind_gloo(node_ip: str) -> None:
+    """Make gloo use the interface that Ray reaches this node by, not the hostname's."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == node_ip for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _log_path(assignment: Assignment) -> Path:
+    folder = Path(assignment.job_dir) / "logs" / f"attempt-{assignment.attempt}"
+    return folder / f"rank-{assignment.rank}.log"
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Send this process' output, C libraries' included, and all log records to ``path``.
+
+    If it can't be opened, the output stays where it was and training goes on.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        logger.warning("%s can't be written: %s", path, error)
+        yield
+        return
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    level = root.level
+    with log, _output_to(log):
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
+
+
+@contextmanager
+def _output_to(log: TextIO) -> Iterator[None]:
+    """File descriptors 1 and 2 → ``log``, and back."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    try:
+        _flush_output()
+        for number in kept:
+            os.dup2(log.fileno(), number)
+        yield
+    finally:
+        _flush_output()
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
