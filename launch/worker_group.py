@@ -336,6 +336,10 @@ def _end(rank: int, reference: Any, worker: _Worker) -> RankEnd | None:
 
 
 def _line(error: BaseException) -> str:
-    """The error in one line."""
+    """The error in one line; without the rank, so that equal errors of many ranks are equal."""
+    from launch.worker import RankFailedError
+
+    if isinstance(error, RankFailedError):
+        return error.cause.strip().splitlines()[0]
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")

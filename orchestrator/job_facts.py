@@ -33,6 +33,7 @@ class JobFacts:
         self.fired_drills: set[int] = set(resume.fired_drills)
         self.fp8_layers: tuple[str, ...] = ()
         self.batches: OrderedDict[int, int] = OrderedDict()
+        """Batch of each step up to ``step``; beyond it, of the timeline before."""
         self.last_incident_step: int | None = max(
             (i.step for action in self.actions for i in action.incidents), default=None
         )
@@ -65,8 +66,6 @@ class JobFacts:
         if action.in_place and action.to_step is not None:
             self.timeline += 1
             self.step = action.to_step - 1
-            for step in [step for step in self.batches if step >= action.to_step]:
-                del self.batches[step]
 
     def whole_precision(self) -> dict[str, Precision]:
         """Every switchable layer's precision: a snapshot that is restored may know another."""

@@ -189,8 +189,9 @@ class Supervision:
                 case RollbackReport():
                     logger.debug("rank %d is back at step %d", report.rank, report.step)
                 case DrillReport():
+                    if report.drill not in attempt.facts.fired_drills:
+                        self._journal.happened(notices.drill(report), now)
                     attempt.facts.fired_drills.add(report.drill)
-                    self._journal.happened(notices.drill(report), now)
                 case CopyFailed():
                     self._journal.happened(notices.copy_failed(report), now)
 
@@ -329,7 +330,7 @@ class Supervision:
         cause = first_causes(failed)[0]
         if cause.how != "lost" and now - attempt.ended_since < BLAME_S:
             return True
-        if attempt.restore is not None and isinstance(cause.cause, SnapshotError):
+        if attempt.restore is not None and _is_about(cause, attempt.restore):
             self._refused.add(attempt.restore)
             self._journal.happened(notices.copy_refused(attempt.restore, cause.error), now)
         self._decide([died(failed, attempt.facts, now)], now)
@@ -382,12 +383,16 @@ class Supervision:
     def _finish(self, now: float, state: JobState, cause: Cause, message: str) -> None:
         """The job's end. The report comes first, so that whoever sees the state finds it."""
         self._group.close()
-        self._journal.happened(notices.Notice("ended", message, {"state": state.word}), now)
         self._journal.write_report(state)
-        last = notices.Notice(state.word, f"The job is {state.word}.")
-        self._journal.happened(last, now, (state, cause))
+        self._journal.happened(notices.Notice("ended", message), now, (state, cause))
         self._journal.flush()
         self.phase = Phase.OVER
+
+
+def _is_about(end: RankEnd, point: RestorePoint) -> bool:
+    """Whether a rank ended because it could not load what the attempt starts from."""
+    error = end.cause
+    return isinstance(error, SnapshotError) and (error.step, error.tier) == (point.step, point.tier)
 
 
 def _bank(resume: ResumeState) -> DetectorBank:

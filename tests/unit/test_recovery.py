@@ -153,6 +153,15 @@ class TestRollback:
         first = act(history(), incident("loss_spike", 61))
         assert act(history(55, actions=(first,)), incident("loss_spike", 55)).kind == "whole_bf16"
 
+    def test_a_snapshot_of_the_onset_itself_is_from_before_it(self) -> None:
+        assert act(history(), incident("loss_spike", 61, 50)).to_step == 50
+        assert act(history(), incident("loss_spike", 61, 49)).to_step == 40
+
+    def test_the_horizon_ends_with_its_last_step(self) -> None:
+        first = act(history(), incident("loss_spike", 61))
+        last = history(61 + POLICY.horizon, actions=(first,))
+        assert act(last, incident("loss_spike", last.step)).kind == "whole_bf16"
+
     def test_a_spike_beyond_the_horizon_does_not_climb(self) -> None:
         first = act(history(), incident("loss_spike", 61))
         later = history(61 + POLICY.horizon + 1, actions=(first,))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.commands import Command, RankReport, RestorePoint, Rollback, SetPrecision, Stop
-from launch.snapshots import DamagedSnapshotError, SnapshotKey
+from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey
 from orchestrator.supervision import BLAME_S, STOP_S, Phase
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Script
 
@@ -174,6 +174,17 @@ class TestInPlace:
         job.train(2)
         assert job.ranks.precision[LAYERS[1]] == "fp8"
 
+    def test_a_restart_from_before_a_return_still_runs_the_layer_in_fp8(self, bench: Make) -> None:
+        job = bench(Script(saturated=lambda s, name: s == 22 and name == LAYERS[1]))
+        job.train(23 + 7 + 21)
+        assert job.settled().kinds() == ["layer_fallback", "return_to_fp8"]
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert job.ranks.attempts[-1][0].precision == {LAYERS[1]: "fp8"}, (
+            "the copy it starts from knows it in BF16"
+        )
+
     def test_an_incident_before_the_first_snapshots_restarts_further_back(
         self, bench: Make
     ) -> None:
@@ -254,6 +265,18 @@ class TestLostRanks:
         job.step(BLAME_S)
         assert job.settled().event("copy_refused").detail == {"step": 20, "tier": "memory"}
         job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(15, "memory", 1, 0)
+
+    def test_a_rollback_that_a_rank_cannot_do_restarts_from_the_copy_it_asked_for(
+        self, bench: Make
+    ) -> None:
+        job = bench(saturates_from(22))
+        job.train(23)
+        job.ranks.fail(1, MissingSnapshotError(1, 15, "ring", "nobody holds it"))
+        job.step()
+        job.step(BLAME_S)
+        job.step()
+        assert job.settled().kinds() == ["layer_fallback", "restart"]
         assert job.ranks.attempts[-1][0].restore == RestorePoint(15, "memory", 1, 0)
 
     def test_a_peers_broken_connection_is_blamed_on_the_rank_that_died(self, bench: Make) -> None:
