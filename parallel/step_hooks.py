@@ -10,9 +10,10 @@ DeepSpeed's engines call these hooks once a step, on every rank and in this orde
 
 Promises: on a step whose gradients are finite nothing here waits for the device. The names
 of non-finite gradients must be found before the exchange, which spreads one replica's NaN to
-all; so every parameter's largest magnitude is taken then, in one fused pass that reads the
-gradient once, and stays on the device. It is read only when DeepSpeed, which looks at the norm
-on the host anyway, has left the update out.
+all; so every parameter's local norm is taken then, in one fused pass that reads the gradient
+once, and stays on the device. It is read only when DeepSpeed, which looks at the global norm on
+the host anyway, has left the update out. By that measure, as by DeepSpeed's, a gradient beyond
+1e19 whose square overflows FP32 is not finite either.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class StepHooks:
         self._groups = tuple(groups)
         self._replicas = replicas
         self._exchanging = dist.get_world_size(replicas) > 1
-        self._magnitudes: Sequence[Tensor] = ()
+        self._norms: Sequence[Tensor] = ()
         self._residuals: list[Tensor] = []
         self._poison = False
         self._calls = 0
@@ -73,7 +74,7 @@ class StepHooks:
             flats[0][0] = torch.nan
             self._poison = False
         views = [view for group in self._groups for view in group.views]
-        self._magnitudes = torch._foreach_norm(views, ord=torch.inf)
+        self._norms = torch._foreach_norm(views)
         self._calls += 1
         if self._exchanging:
             self._residuals = [residual.clone() for residual in self._live_residuals()]
@@ -112,5 +113,5 @@ class StepHooks:
         Waits for the device: ask only when the update was left out.
         """
         names = [name for group in self._groups for name in group.parameters]
-        finite = torch.stack(list(self._magnitudes)).isfinite().tolist()
+        finite = torch.stack(list(self._norms)).isfinite().tolist()
         return tuple(name for name, ok in zip(names, finite, strict=True) if not ok)
