@@ -1,0 +1,222 @@
+"""The Python client of the HTTP API, beneath the CLI.
+
+    client = Client.of_home(Home.default())
+    job = client.submit(spec_data(spec), "job.yaml")["id"]
+    for event in client.follow_events(job): print(event["message"])
+
+Promises: every failure is one of the errors below, told for a person; nothing is retried
+behind the caller's back, except while following, where a controller that restarts is
+waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from orchestrator.home import Home
+from orchestrator.spec_errors import Problem, SpecError
+
+URL_VARIABLE = "OCTAVO_URL"
+TOKEN_VARIABLE = "OCTAVO_TOKEN"
+
+TIMEOUT_S = 30.0
+POLL_S = 10.0
+"""Seconds that a follower's question is held back by the controller."""
+PATIENCE_S = 60.0
+"""Seconds that a follower waits for a controller that doesn't answer."""
+
+
+class ClientError(Exception):
+    """What the controller or the way to it said no to."""
+
+
+class UnreachableError(ClientError):
+    """Nobody answers: the controller is not running, or elsewhere."""
+
+
+class NotAuthorizedError(ClientError):
+    """The token is missing, wrong, or kept where others can read it."""
+
+
+class NotFoundError(ClientError):
+    """No job goes by that name."""
+
+
+class RefusedError(ClientError):
+    """The controller understood and won't: the job has ended, or the name is ambiguous."""
+
+
+class ServerError(ClientError):
+    """The controller failed on the request."""
+
+
+class Client:
+    """One controller's API at ``url``; ``token`` is its bearer token."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # A proxy of the environment has no business between us and the loopback.
+        local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=not local
+        )
+
+    @classmethod
+    def of_home(cls, home: Home) -> Client:
+        """The controller of ``home``, or of ``$OCTAVO_URL`` with ``$OCTAVO_TOKEN``."""
+        url = os.environ.get(URL_VARIABLE)
+        if url:
+            return cls(url, os.environ.get(TOKEN_VARIABLE))
+        server = home.server()
+        if server is None:
+            raise UnreachableError(f"no controller was started in {home.path}")
+        try:
+            token = home.token()
+        except PermissionError as error:
+            raise NotAuthorizedError(str(error)) from None
+        return cls(server.url, token)
+
+    def healthy(self) -> bool:
+        """Whether a controller answers."""
+        try:
+            return self._http.get("/healthz", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def submit(self, spec: Mapping[str, Any], file: str) -> dict[str, Any]:
+        """Submit a job; raises ``SpecError`` with the controller's problems."""
+        return self._post("/v1/jobs", {"spec": dict(spec), "file": file})
+
+    def validate(self, spec: Mapping[str, Any], file: str) -> dict[str, Any]:
+        """The completed spec, without submitting it."""
+        answer = self._post("/v1/jobs:validate", {"spec": dict(spec), "file": file})
+        return dict(answer["spec"])
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All jobs, oldest first."""
+        return list(self._get("/v1/jobs")["jobs"])
+
+    def job(self, job: str) -> dict[str, Any]:
+        """One job with its spec and attempts; by id, name or unique beginning."""
+        return self._get(_path(job))
+
+    def cancel(self, job: str, reason: str) -> dict[str, Any]:
+        """Ask for the job's end."""
+        return self._post(_path(job, "cancel"), {"reason": reason})
+
+    def resume(self, job: str, reason: str) -> dict[str, Any]:
+        """Queue a paused job again."""
+        return self._post(_path(job, "resume"), {"reason": reason})
+
+    def events(self, job: str, after: int = 0, wait: float = 0) -> dict[str, Any]:
+        """A page ``{events, next, state, settled}``."""
+        return self._get(_path(job, "events"), after=after, wait=wait)
+
+    def steps(
+        self, job: str, after: int = 0, wait: float = 0, *, tensors: bool = True
+    ) -> dict[str, Any]:
+        """A page ``{steps, next, state, settled}``."""
+        return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors)
+
+    def records(self, job: str) -> dict[str, Any]:
+        """``{incidents, actions}``."""
+        return self._get(_path(job, "records"))
+
+    def logs(
+        self, job: str, rank: int, attempt: int | None = None, offset: int = 0, wait: float = 0
+    ) -> dict[str, Any]:
+        """A piece of a rank's log ``{text, offset, attempt, exists, state, settled}``."""
+        chosen = {} if attempt is None else {"attempt": attempt}
+        return self._get(_path(job, "logs"), rank=rank, offset=offset, wait=wait, **chosen)
+
+    def follow_events(self, job: str, *, follow: bool = True) -> Iterator[dict[str, Any]]:
+        """All events of a job; with ``follow`` also those to come, until it is settled."""
+        after = 0
+        while True:
+            page = self.patiently(self.events, job, after, POLL_S if follow else 0)
+            yield from page["events"]
+            after = page["next"]
+            if not page["events"] and (not follow or page["settled"]):
+                return
+
+    def follow_logs(
+        self, job: str, rank: int, attempt: int | None, *, follow: bool = True
+    ) -> Iterator[str]:
+        """A rank's log; with ``follow`` into the attempts to come, until the job is settled."""
+        number, offset = attempt, 0
+        while True:
+            piece = self.patiently(self.logs, job, rank, number, offset, POLL_S if follow else 0)
+            if piece["text"]:
+                yield piece["text"]
+                offset = piece["offset"]
+                number = piece["attempt"]
+                continue
+            if not follow or piece["settled"]:
+                return
+            if attempt is None and self.job(job)["attempt"] != piece["attempt"]:
+                number, offset = None, 0
+
+    def patiently(self, ask: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """``ask(...)``, again while the controller can't be reached, for ``PATIENCE_S``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return dict(ask(*args, **kwargs))
+            except UnreachableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _get(self, path: str, **params: Any) -> dict[str, Any]:
+        timeout = TIMEOUT_S + float(params.get("wait", 0))
+        return self._ask("GET", path, params=params, timeout=timeout)
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._ask("POST", path, json=body, timeout=TIMEOUT_S)
+
+    def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **kwargs)
+        except httpx.HTTPError as error:
+            detail = str(error) or type(error).__name__
+            raise UnreachableError(f"no controller answers at {self.url}: {detail}") from None
+        if answer.is_success:
+            try:
+                return dict(answer.json())
+            except ValueError:
+                raise ServerError(f"{self.url} is no Octavo controller") from None
+        raise _error_of(answer, self.url)
+
+
+def _path(job: str, *more: str) -> str:
+    from urllib.parse import quote
+
+    return "/".join(["/v1/jobs", quote(job, safe=""), *more])
+
+
+def _error_of(answer: httpx.Response, url: str) -> Exception:
+    try:
+        body = answer.json()
+        message, problems = str(body["error"]), list(body["problems"])
+    except (ValueError, KeyError, TypeError):
+        return ServerError(f"{url} answered {answer.status_code}, and not as a controller does")
+    if problems:
+        return SpecError([Problem.from_json(p) for p in problems])
+    kinds: dict[int, type[ClientError]] = {
+        401: NotAuthorizedError,
+        403: NotAuthorizedError,
+        404: NotFoundError,
+        409: RefusedError,
+        413: RefusedError,
+        422: RefusedError,
+    }
+    return kinds.get(answer.status_code, ServerError)(message)
