@@ -46,7 +46,9 @@ REFUSED: Mapping[str, str] = {
     "fp16": "weights are bf16 with fp32 masters",
     "amp": "weights are bf16 with fp32 masters",
     "torch_autocast": "weights are bf16 with fp32 masters",
-    "communication_data_type": "set `communication_data_type` at the top of the spec",
+    "prescale_gradients": "the gradient exchange always takes the mean",
+    "gradient_predivide_factor": "the gradient exchange always takes the mean",
+    "sparse_gradients": "the gradient exchange takes dense gradients",
     "tensor_parallel": "set `parallelism.tensor`",
     "sequence_parallel_size": "sequence parallelism is not supported",
     "data_parallel_size": "set `parallelism.data`",
@@ -56,14 +58,24 @@ REFUSED: Mapping[str, str] = {
     "zero_optimization.offload_optimizer": "offloaded state cannot be restored in place",
     "zero_optimization.offload_param": "offloaded state cannot be restored in place",
     "zero_optimization.zenflow": "it bypasses the gradient exchange",
-    "zero_force_ds_cpu_optimizer": "AdamW is built from `training`",
 }
 """Keys that no value is right for, and why or where to set it instead."""
 
 
-def own_config(batch: BatchShape, *, zero_stage: int, max_norm: float) -> dict[str, Any]:
+OVERRIDABLE = frozenset({"steps_per_print", "timers"})
+"""Keys of ours that the user's value replaces: what DeepSpeed prints and times."""
+
+REPLACED = "communication_data_type"
+"""Key that a user may repeat but DeepSpeed doesn't get: its own reduction never runs, and it
+knows no fp8."""
+
+
+def own_config(
+    batch: BatchShape, *, zero_stage: int, max_norm: float, communication_data_type: str
+) -> dict[str, Any]:
     """What Octavo itself asks of DeepSpeed."""
     return {
+        REPLACED: communication_data_type,
         "train_batch_size": batch.train_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
@@ -87,6 +99,8 @@ def contradictions(own: Mapping[str, Any], user: Mapping[str, Any]) -> list[Cont
     def visit(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str) -> None:
         for name, value in theirs.items():
             key = f"{prefix}{name}"
+            if key in OVERRIDABLE:
+                continue
             if key in REFUSED:
                 found.append(Contradiction(key, value, REFUSED[key]))
             elif name in ours and isinstance(ours[name], Mapping) and isinstance(value, Mapping):
@@ -99,7 +113,7 @@ def contradictions(own: Mapping[str, Any], user: Mapping[str, Any]) -> list[Cont
 
 
 def merged_config(own: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    """``own`` with the user's additions.
+    """What DeepSpeed is given: ``own`` with the user's additions.
 
     Raises ValueError that names every contradiction.
     """
@@ -114,8 +128,13 @@ def merged_config(own: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, 
         for name, value in theirs.items():
             if isinstance(value, Mapping) and isinstance(result.get(name), Mapping):
                 result[name] = merge(result[name], value)
-            elif name not in ours:
+            elif name not in ours or name in OVERRIDABLE:
                 result[name] = copy.deepcopy(value)
         return result
 
-    return merge(own, user)
+    config = merge(own, user)
+    config.pop(REPLACED, None)
+    if config.get("wall_clock_breakdown") and config.get("steps_per_print") is None:
+        # The pipeline engine divides by it when it logs its timers.
+        config["steps_per_print"] = 10
+    return config

@@ -239,7 +239,12 @@ def build_engine(
     degrees = _checked_degrees(parallelism)
     assert degrees.data is not None
     batch = BatchShape(numbers.micro_batch_size, numbers.accumulation_steps, degrees.data)
-    own = own_config(batch, zero_stage=degrees.zero_stage, max_norm=numbers.max_norm)
+    own = own_config(
+        batch,
+        zero_stage=degrees.zero_stage,
+        max_norm=numbers.max_norm,
+        communication_data_type=communication_data_type,
+    )
     config = merged_config(own, deepspeed or {})
 
     # DeepSpeed takes seconds to import; nothing above needs it.

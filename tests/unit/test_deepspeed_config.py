@@ -13,7 +13,10 @@ from parallel.deepspeed_config import (
 )
 
 OWN = own_config(
-    BatchShape(micro_batch_size=2, accumulation_steps=3, data_size=4), zero_stage=1, max_norm=1.0
+    BatchShape(micro_batch_size=2, accumulation_steps=3, data_size=4),
+    zero_stage=1,
+    max_norm=1.0,
+    communication_data_type="fp8",
 )
 
 
@@ -40,7 +43,20 @@ def test_neither_configuration_is_changed_by_merging() -> None:
 def test_saying_what_octavo_says_is_no_contradiction() -> None:
     user = {"train_batch_size": 24, "zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}
     assert contradictions(OWN, user) == []
-    assert merged_config(OWN, user) == OWN
+    assert merged_config(OWN, user) == merged_config(OWN, {})
+
+
+def test_what_deepspeed_prints_is_the_users_to_say() -> None:
+    assert merged_config(OWN, {"steps_per_print": 5})["steps_per_print"] == 5
+    assert merged_config(OWN, {})["steps_per_print"] is None
+    # Its pipeline engine divides by it once it logs its timers.
+    assert merged_config(OWN, {"wall_clock_breakdown": True})["steps_per_print"] == 10
+
+
+def test_the_exchanges_type_may_be_repeated_but_is_not_deepspeeds_business() -> None:
+    assert "communication_data_type" not in merged_config(OWN, {"communication_data_type": "fp8"})
+    found = contradictions(OWN, {"communication_data_type": "bf16"})
+    assert [problem.key for problem in found] == ["communication_data_type"]
 
 
 def test_every_contradiction_is_found_with_its_path() -> None:
