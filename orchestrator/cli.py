@@ -1,0 +1,309 @@
+"""The ``octavo`` command.
+
+Exit codes: 0 succeeded, 100 job failed, 101 not finished, 102 not found, 103 cancelled;
+2 usage or spec error, 3 controller unreachable, 130 interrupted, 1 anything else.
+``-o json`` on everything that lists or shows. A job is named by its id, its name or a
+unique beginning.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.cli_show import (
+    INTERRUPTED,
+    NOT_FOUND,
+    UNREACHABLE,
+    USAGE,
+    Output,
+    complain,
+    complain_of,
+    event_line,
+    exit_code,
+    print_job,
+    print_jobs,
+    print_json,
+    print_json_line,
+)
+
+if TYPE_CHECKING:
+    from orchestrator.client import Client
+    from orchestrator.home import Home
+
+app = typer.Typer(
+    help="Unattended FP8 training of large language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id, name or unique beginning.")]
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to show it.")]
+SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="A job file (YAML).")]
+HomeOption = Annotated[
+    Path | None,
+    typer.Option("--home", help="The controller's folder; else $OCTAVO_HOME or ~/.octavo."),
+]
+
+
+@app.command()
+def run(
+    spec: SpecArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the job's directory [default: runs].")
+    ] = None,
+    keep_home: Annotated[
+        bool, typer.Option("--keep-home", help="Leave the controller's store behind.")
+    ] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Run a job on this machine, from a Ray of its own to the report."""
+    from orchestrator.cli_run import run_job
+
+    raise typer.Exit(run_job(spec, out, keep_home=keep_home, output=output))
+
+
+@app.command()
+def submit(
+    spec: SpecArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check it and print it completed.")
+    ] = False,
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """Hand a job to the controller."""
+    from orchestrator.spec import load_spec, spec_data, spec_yaml
+
+    # On a submission the controller looks at the data: it is there that they must be.
+    checked = load_spec(spec, check_data=dry_run)
+    if dry_run:
+        if output is Output.json:
+            print_json(spec_data(checked))
+        else:
+            sys.stdout.write(spec_yaml(checked))
+        return
+    job = _client(home).submit(spec_data(checked), str(spec))
+    if output is Output.json:
+        print_json(job)
+    else:
+        print(job["id"])
+
+
+@app.command("list")
+def list_jobs(output: OutputOption = Output.table, home: HomeOption = None) -> None:
+    """All jobs."""
+    jobs = _client(home).jobs()
+    if output is Output.json:
+        print_json(jobs)
+    else:
+        print_jobs(jobs)
+
+
+@app.command()
+def status(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
+    """One job; the exit code tells its state."""
+    shown = _client(home).job(job)
+    if output is Output.json:
+        print_json(shown)
+    else:
+        print_job(shown)
+    raise typer.Exit(exit_code(shown["state"]))
+
+
+@app.command()
+def logs(
+    job: JobArgument,
+    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Of which attempt.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    home: HomeOption = None,
+) -> None:
+    """What a rank printed."""
+    client = _client(home)
+    first = client.logs(job, rank, attempt)
+    if not first["exists"] and not follow:
+        complain(f"rank {rank} has no log of attempt {first['attempt']}")
+        raise typer.Exit(NOT_FOUND)
+    for text in client.follow_logs(job, rank, attempt, follow=follow):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    if follow:
+        raise typer.Exit(exit_code(client.job(job)["state"]))
+
+
+@app.command()
+def events(
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """What happened to a job."""
+    client = _client(home)
+    told = client.follow_events(job, follow=follow)
+    if output is Output.json and not follow:
+        print_json(list(told))
+        return
+    for event in told:
+        if output is Output.json:
+            print_json_line(event)
+        else:
+            print(event_line(event), flush=True)
+    if follow:
+        raise typer.Exit(exit_code(client.job(job)["state"]))
+
+
+@app.command()
+def watch(job: JobArgument, home: HomeOption = None) -> None:
+    """Follow a job in a live view until it ends."""
+    from orchestrator.cli_watch import follow
+
+    raise typer.Exit(exit_code(follow(_client(home), job)))
+
+
+@app.command()
+def report(
+    job: JobArgument,
+    to: Annotated[Path | None, typer.Option("--to", help="File [default: JOB.html].")] = None,
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """Write a job's report (HTML), or print its summary (-o json)."""
+    from orchestrator.following import whole_view
+
+    view = whole_view(_client(home), job)
+    if output is Output.json:
+        from monitoring.summary import summarize
+
+        print_json(summarize(view))
+        return
+    from monitoring.report import render_report
+
+    file = to or Path(f"{view.job}.html")
+    file.write_text(render_report(view), encoding="utf-8")
+    print(file)
+
+
+@app.command()
+def cancel(
+    job: JobArgument,
+    reason: Annotated[str, typer.Option(help="Kept with the job.")] = "",
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """End a job, after a checkpoint where it has something to save."""
+    gone = _client(home).cancel(job, reason or f"cancelled by {_user()}")
+    if output is Output.json:
+        print_json(gone)
+    else:
+        print(f"{gone['id']} {gone['state']}")
+
+
+@app.command()
+def resume(job: JobArgument, home: HomeOption = None) -> None:
+    """Let a paused job go on."""
+    queued = _client(home).resume(job, f"resumed by {_user()}")
+    print(f"{queued['id']} {queued['state']}")
+
+
+@app.command()
+def up(
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="CPU slots [default: one a core, at least 4].")
+    ] = None,
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """Start a controller and a Ray on this machine, or say that they run."""
+    from orchestrator.cli_run import bring_up
+
+    raise typer.Exit(bring_up(_home(home), slots, output))
+
+
+@app.command()
+def down(home: HomeOption = None) -> None:
+    """End what `octavo up` started; jobs go on at the next one."""
+    from orchestrator.cli_run import bring_down
+
+    raise typer.Exit(bring_down(_home(home)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of ``octavo``: every failure is told in a line and has its exit code."""
+    sys.exit(call(arguments))
+
+
+def call(arguments: list[str] | None = None) -> int:
+    """Run the command; its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(arguments, prog_name="octavo", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read has had enough, as `head` does; nobody is left to be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001 — the last place that can tell it
+        return _tell(error)
+
+
+def _tell(error: Exception) -> int:
+    from orchestrator import client
+    from orchestrator.spec_errors import SpecError
+
+    show = getattr(error, "show", None)
+    if callable(show):
+        # A usage error of Typer's, which has them in a module of its own.
+        show()
+        return USAGE
+    match error:
+        case SpecError():
+            complain_of(error.problems)
+            return USAGE
+        case client.UnreachableError():
+            complain(str(error), "start one with `octavo up`, or run a job alone: `octavo run`")
+            return UNREACHABLE
+        case client.NotFoundError():
+            complain(str(error), "`octavo list` shows the jobs there are")
+            return NOT_FOUND
+        case client.NotAuthorizedError():
+            remedy = f"it is in the home's `token`; elsewhere set ${client.TOKEN_VARIABLE}"
+            complain(str(error), remedy)
+            return 1
+        case client.ClientError() | OSError():
+            complain(str(error))
+            return 1
+    raise error
+
+
+def _home(path: Path | None) -> Home:
+    from orchestrator.home import Home
+
+    return Home(path) if path else Home.default()
+
+
+def _client(path: Path | None) -> Client:
+    from orchestrator.client import Client
+
+    return Client.of_home(_home(path))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "someone"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""How the CLI shows things: tables for people, JSON for programs, errors with a remedy.
+
+Promises: what users and runs wrote is never read as markup; colours only on a terminal;
+JSON is one document on stdout, or one object a line where it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from orchestrator.spec_errors import Problem
+
+EXIT_CODES = {"succeeded": 0, "failed": 100, "cancelled": 103}
+NOT_FINISHED = 101
+NOT_FOUND = 102
+USAGE = 2
+UNREACHABLE = 3
+INTERRUPTED = 130
+
+
+class Output(StrEnum):
+    """What ``-o`` takes."""
+
+    table = "table"
+    json = "json"
+
+
+def exit_code(state: str) -> int:
+    """The exit code that tells a job's state; 101 for one that goes on or is paused."""
+    return EXIT_CODES.get(state, NOT_FINISHED)
+
+
+def print_json(value: object) -> None:
+    """One document."""
+    print(json.dumps(value, indent=2))
+
+
+def print_json_line(value: object) -> None:
+    """One of many objects, at once."""
+    print(json.dumps(value, separators=(",", ":")), flush=True)
+
+
+def complain(message: str, remedy: str = "") -> None:
+    """An error on stderr, and what to do about it."""
+    print(f"octavo: {message}", file=sys.stderr)
+    if remedy:
+        print(f"        {remedy}", file=sys.stderr)
+
+
+def complain_of(problems: Sequence[Problem]) -> None:
+    """Every problem of a job file, one below the other."""
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    count = len(problems)
+    print(f"octavo: {count} problem{'s' * (count != 1)}; nothing was started", file=sys.stderr)
+
+
+def print_jobs(jobs: Sequence[Mapping[str, Any]], now: float | None = None) -> None:
+    """A table of jobs."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("JOB", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE", "REASON"):
+        table.add_column(column, overflow="fold" if column == "JOB" else "ellipsis", no_wrap=True)
+    for job in jobs:
+        table.add_row(
+            job["id"],
+            job["state"],
+            progress(job),
+            "–" if job["loss"] is None else f"{job['loss']:.4f}",
+            str(job["attempt"] or "–"),
+            age((now or time.time()) - job["submitted_at"]),
+            Text(job["reason"]),
+        )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe has no width: nothing may be cut.
+        console.width = 200
+    console.print(table)
+
+
+def print_job(job: Mapping[str, Any]) -> None:
+    """One job in full, without its spec."""
+    rows = {
+        "job": job["id"],
+        "state": job["state"],
+        "reason": job["reason"],
+        "step": progress(job),
+        "loss": "" if job["loss"] is None else f"{job['loss']:.4f}",
+        "attempt": job["attempt"] or "",
+        "timeline": job["timeline"] or "",
+        "priority": job["priority"] or "",
+        "file": job["file"],
+        "directory": job["job_dir"],
+        "submitted": clock(job["submitted_at"]),
+        "started": clock(job["started_at"]),
+        "ended": clock(job["ended_at"]),
+        "nodes": ", ".join(f"{n['node_ip']} ({n['slots']} slots)" for n in job["nodes"]),
+    }
+    for name, value in rows.items():
+        if value not in ("", None):
+            print(f"{name:<10} {value}")
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """One event in one line."""
+    message = " ".join(str(event["message"]).split())
+    return f"{clock(event['time'], date=False)}  {event['kind']:<18} {message}"
+
+
+def progress(job: Mapping[str, Any]) -> str:
+    """``120/240``: steps done of all."""
+    return f"{job['step'] + 1}/{job['steps']}"
+
+
+def clock(seconds: float | None, *, date: bool = True) -> str:
+    """A local time, empty for None."""
+    if seconds is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S", time.localtime(seconds))
+
+
+def age(seconds: float) -> str:
+    """``42s``, ``3m``, ``2h``, ``5d``."""
+    whole = max(0, int(seconds))
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if whole >= size:
+            return f"{whole // size}{unit}"
+    return f"{whole}s"
