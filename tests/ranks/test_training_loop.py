@@ -200,6 +200,19 @@ def undisturbed(train: Train) -> Callable[[int, str], list[Seen]]:
     return run
 
 
+def _weight_growth(before: RankReport, after: RankReport) -> set[str]:
+    """Layers with a linear whose largest weight grew more than twenty-fold."""
+    amax = [
+        dict(zip(r.stats_names, np.frombuffer(r.stats, "<f4").reshape(-1, 6)[:, 0], strict=True))
+        for r in (before, after)
+    ]
+    return {
+        ".".join(name.split(".")[:2])
+        for name in amax[0]
+        if name.endswith("/weight") and amax[1][name] > 20 * amax[0][name]
+    }
+
+
 def _everywhere(*, step: int) -> tuple[int, int, int, int]:
     return (step, step, step, step)
 
@@ -341,6 +354,11 @@ def test_an_unwritable_job_folder_is_reported_and_training_goes_on(
 def test_drills_fire_once_whatever_is_rolled_back(train: Train) -> None:
     back = Post(1, Rollback(to_step=4, timeline=1), after=_everywhere(step=9))
     ranks = train(back, config={"drills": [SURGE, NAN]})
+    grown = [
+        _weight_growth(*(r for r in rank.reports if r.timeline == 0 and r.step in (5, 6)))
+        for rank in ranks
+    ]
+    assert grown == [set(), set(), {"layers.2"}, {"layers.2"}]
     for rank in ranks:
         fired = [(r.timeline, r.step, d) for r in rank.reports for d in r.drills]
         expected = [(0, 6, 0)] + ([(0, 7, 1)] if rank.rank == 3 else [])
@@ -348,7 +366,6 @@ def test_drills_fire_once_whatever_is_rolled_back(train: Train) -> None:
         told = [(r.step, r.drill) for r in rank.others if isinstance(r, DrillReport)]
         assert told == [(step, drill) for _, step, drill in expected]
         by_step = {r.step: r for r in rank.reports if r.timeline == 0}
-        assert by_step[6].loss > by_step[5].loss
         assert [s for s, r in by_step.items() if r.skipped] == [7]
         assert bool(by_step[7].nonfinite_parameters) == (rank.rank == 3)
         assert not any(r.skipped for r in rank.reports if r.timeline == 1)
