@@ -108,8 +108,9 @@ class Frame:
 
 
 def text(x: float, y: float, content: str, classes: str = "") -> str:
-    """A text element; the content is escaped."""
+    """A text element; the content is escaped, control characters (no XML has them) dropped."""
     kind = f' class="{classes}"' if classes else ""
+    content = "".join(c for c in content if c.isprintable())
     return f'<text x="{number(x)}" y="{number(y)}"{kind}>{escape(content)}</text>'
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from monitoring.amax import headroom_octaves, is_calibrated, split_name
 from monitoring.charts import (
@@ -276,7 +277,7 @@ def recovery_picture(view: JobView) -> str:
 def _calls(story: Story, frame: Frame, lane: float) -> str:
     """What each badge stands for, beside it where there is room."""
     parts = []
-    for episode, following in zip(story.episodes, [*story.episodes[1:], None], strict=True):
+    for episode, following in zip_longest(story.episodes, story.episodes[1:]):
         words = episode.trouble if not is_good(episode) else episode.answer
         x = frame.x(episode.step) + 14
         until = frame.width - 12 if following is None else frame.x(following.step) - 12

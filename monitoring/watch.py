@@ -52,9 +52,8 @@ def watch_panel(view: JobView, width: int) -> RenderableType:
     told = _events(view, inner)
     if told:
         parts += [Text(), *told]
-    title = Text.assemble(
-        (view.job, "bold"), "  ", (view.state, STATE_STYLE.get(view.state, "cyan"))
-    )
+    style = STATE_STYLE.get(view.state, "cyan")
+    title = Text.assemble((_visible(view.job), "bold"), "  ", (_visible(view.state), style))
     return Panel(Group(*parts), title=title, title_align="left", width=max(40, width))
 
 
@@ -178,12 +177,12 @@ def _precision(view: JobView, record: StepRecord, width: int) -> list[Renderable
         else:
             line.append(f"{room:+5.1f} octaves   ", style)
         line.append("█" * full, style).append("·" * (bar - full), "dim")
-        line.append(f" {name}" if bar else name)
+        line.append(_visible(f" {name}" if bar else name))
         line.truncate(width, overflow="ellipsis")
         rows.append(line)
     if away:
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append("in BF16 ", "dim").append(", ".join(away), "magenta")
+        line.append("in BF16 ", "dim").append(_visible(", ".join(away)), "magenta")
         line.truncate(width, overflow="ellipsis")
         rows.append(line)
     return rows
@@ -200,7 +199,9 @@ def _events(view: JobView, width: int) -> list[RenderableType]:
     rows: list[RenderableType] = []
     for at, message, style in told[-LAST_EVENTS:]:
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(time.strftime("%H:%M:%S ", time.localtime(at)), "dim").append(message, style)
+        line.append(time.strftime("%H:%M:%S ", time.localtime(at)), "dim").append(
+            _visible(message), style
+        )
         line.truncate(width, overflow="ellipsis")
         rows.append(line)
     return rows
@@ -214,6 +215,11 @@ def _story(episode: Episode) -> str:
 
 def _tokens_per_s(record: StepRecord) -> float:
     return record.tokens / record.step_time_s if record.step_time_s > 0 else 0.0
+
+
+def _visible(content: str) -> str:
+    """Without control characters: a message must not steer the reader's terminal."""
+    return "".join(c if c.isprintable() else " " for c in content)
 
 
 def _fixed(value: float, digits: int) -> str:

@@ -1,0 +1,212 @@
+import dataclasses
+import math
+import re
+import time
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from monitoring.charts import log_ticks, short, thinned, ticks
+from monitoring.job_view import JobView
+from monitoring.report import recovery_picture, render_report
+from monitoring.report_charts import Story, cell_colour, loss_chart, precision_cells
+from tests.unit.monitoring_traces import FALLEN, healthy_trace, recovered_view
+
+VIEW = recovered_view()
+EVIL = "\"><script>alert('x')</script><img src=x onerror=alert(1)>"
+VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+
+
+class Page(HTMLParser):
+    """All tags and attributes of a page, and whether they nest."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.open = [], [], [], []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, k, v or "") for k, v in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def infected(value):
+    """The value with every text in it made hostile, keys included."""
+    if isinstance(value, str):
+        return value + EVIL
+    if isinstance(value, dict):
+        fixed = {"kind", "evidence", "suspects", "layer", "tensor", "message", "reason", "step",
+                 "time", "incidents", "to_step", "passed_over", "rung", "why", "precision",
+                 "attempt", "timeline", "onset_step", "skip_batches", "training", "steps",
+                 "fp8", "lr_scale", "ranks", "detector", "in_place"}  # fmt: skip
+        return {k if k in fixed else k + EVIL: infected(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [infected(v) for v in value]
+    return value
+
+
+class TestThePage:
+    page = Page(render_report(VIEW))
+
+    def test_is_well_formed_and_says_what_happened(self):
+        text = " ".join(self.page.text)
+        for told in ("demo-4f2a9c", "succeeded", "FP8 saturation", "layers.2.mlp.down",
+                     "Rolled back to step 80, layers to BF16", "Layers back to FP8",
+                     "answers non-finite steps only", "80–92", "HYBRID"):  # fmt: skip
+            assert told in text
+
+    def test_needs_nothing_outside_itself_and_runs_no_script(self):
+        assert not {"script", "link", "img", "iframe", "object", "embed"} & set(self.page.tags)
+        source = render_report(VIEW)
+        assert not re.search(r"url\((?!#)", source)
+        assert "@import" not in source
+        places = [v for _, k, v in self.page.attributes if k in ("src", "href", "xlink:href")]
+        assert places == []
+        links = set(re.findall(r"https?://[^\"'<> ]+", source))
+        assert links == {"http://www.w3.org/2000/svg"}
+
+    def test_follows_dark_mode_and_narrow_screens(self):
+        source = render_report(VIEW)
+        assert "prefers-color-scheme:dark" in source
+        assert "@media(max-width:640px)" in source
+        assert 'name="viewport"' in source
+
+    def test_ids_are_unique(self):
+        ids = [v for _, k, v in self.page.attributes if k == "id"]
+        assert ids == ["stripes"]
+
+    def test_every_text_of_users_and_runs_is_escaped(self):
+        steps = [
+            dataclasses.replace(
+                r,
+                tensors={EVIL + name: s for name, s in r.tensors.items()},
+                high_precision_layers=tuple(EVIL + n for n in r.high_precision_layers),
+            )
+            for r in VIEW.steps
+        ]
+        row = VIEW.to_json()
+        view = JobView(
+            infected(VIEW.job),
+            infected(VIEW.state),
+            infected(dict(VIEW.spec)),
+            steps,
+            infected(row["incidents"]),
+            infected(row["actions"]),
+            infected(row["events"]),
+        )
+        page = Page(render_report(view))
+        assert "script" not in page.tags
+        assert "img" not in page.tags
+        assert not [k for _, k, _ in page.attributes if k.startswith("on")]
+        assert sum("alert('x')" in text for text in page.text) > 20
+        ElementTree.fromstring(recovery_picture(view))
+
+    @pytest.mark.parametrize(
+        "view",
+        [
+            JobView("a-000000", "queued", {}),
+            JobView("a-000000", "running", {}, healthy_trace(1)),
+            JobView("a-000000", "running", {}, healthy_trace(2, layers=())),
+            dataclasses.replace(VIEW, actions=()),
+            dataclasses.replace(
+                VIEW,
+                steps=[dataclasses.replace(r, loss=math.nan, grad_norm=0.0) for r in VIEW.steps],
+            ),
+            dataclasses.replace(
+                VIEW, steps=[dataclasses.replace(r, loss=math.inf) for r in VIEW.steps[:3]]
+            ),
+        ],
+        ids=["no step", "one step", "no tensors", "no action", "all nan", "all inf"],
+    )
+    def test_works_for_any_state_of_a_job(self, view):
+        source = render_report(view)
+        Page(source)
+        assert not re.search(r'[ MLHVh"](nan|inf)', "".join(re.findall(r' d="[^"]*"', source)))
+        ElementTree.fromstring(recovery_picture(view))
+
+    def test_of_a_long_job_stays_small_and_quick(self):
+        records = healthy_trace(500)
+        steps = [
+            dataclasses.replace(records[i % 500], step=i, tensors={} if i < 19_500 else
+                                records[i % 500].tensors)
+            for i in range(20_000)
+        ]  # fmt: skip
+        start = time.perf_counter()
+        source = render_report(dataclasses.replace(VIEW, steps=steps))
+        assert time.perf_counter() - start < 5.0
+        assert len(source) < 1_000_000
+
+
+class TestCharts:
+    def test_a_spike_that_dwarfs_the_curve_is_held_at_the_edge_and_named(self):
+        steps = [
+            dataclasses.replace(r, loss=400.0) if r.timeline == 0 and r.step == 91 else r
+            for r in VIEW.steps
+        ]
+        story = Story.of(dataclasses.replace(VIEW, steps=steps))
+        assert ">400<" in loss_chart(story, 900)
+        assert ">400<" not in loss_chart(Story.of(VIEW), 900)
+
+    def test_abandoned_steps_are_drawn_beside_the_kept_ones(self):
+        story = Story.of(VIEW)
+        assert [len(part) for part in story.lost] == [13]
+        chart = loss_chart(story, 900)
+        assert chart.count('class="ghost"') == 1
+        assert chart.count('class="kept"') == 1
+        assert chart.count('class="ghost-dot"') == 13
+
+    def test_the_heat_map_shows_the_clamped_layer_where_it_later_was_in_bf16(self):
+        cells = precision_cells(Story.of(VIEW))
+        row = cells["layers.2.mlp.down"]
+        assert row[90] == row[92] == 0
+        assert 89 not in row
+        assert 120 not in row
+        assert row[160] == row[79] == 3
+        assert 0 not in cells["layers.3.mlp.down"].values()
+
+    def test_colours_go_by_clamped_values_first(self):
+        assert [cell_colour(p, 0.2) for p in (20.0, 2.0, 0.2, 0.0)] == [0, 1, 2, 3]
+        assert [cell_colour(0.0, r) for r in (-1.0, 1.5, 2.5, 9.0)] == [3, 4, 5, 6]
+
+    def test_the_picture_stands_alone(self):
+        picture = ElementTree.fromstring(recovery_picture(VIEW))
+        words = " ".join(picture.itertext())
+        assert "step 90: rolled back to step 80, layers to BF16" in words
+        assert f"{FALLEN[0]} and 1 more in BF16" in words
+
+    def test_thinning_keeps_the_extremes(self):
+        points = [(float(i), math.sin(i)) for i in range(50_000)]
+        points[31_234] = (31_234.0, 99.0)
+        kept = thinned(points, 1000)
+        assert (31_234.0, 99.0) in kept
+        assert len(kept) <= 1001
+        assert kept == sorted(kept)
+
+    def test_ticks_are_round_and_inside(self):
+        assert ticks(0, 239, 4) == [0, 100, 200]
+        assert ticks(2.31, 5.6, 5) == [3, 4, 5]
+        assert ticks(1, 1, 5) == [1]
+        assert log_ticks(0.3, 4.0) == [0.5, 1, 2]
+        assert log_ticks(0.01, 1000) == [0.01, 0.1, 1, 10, 100, 1000]
+
+    @pytest.mark.parametrize(
+        ("value", "label"),
+        [(0.0, "0"), (2.5, "2.5"), (12345.6, "12,346"), (3e-5, "3.0e-5"), (math.nan, "nan")],
+    )
+    def test_labels_are_short(self, value, label):
+        assert short(value) == label

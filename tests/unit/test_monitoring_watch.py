@@ -1,0 +1,104 @@
+import dataclasses
+import io
+import math
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from monitoring.job_view import JobView
+from monitoring.watch import duration, eta_s, plain_line, sparkline, watch_panel
+from tests.unit.monitoring_traces import recovered_view
+
+VIEW = recovered_view("running")
+
+
+def shown(view, width):
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(watch_panel(view, width))
+    return console.file.getvalue()
+
+
+def cut(count):
+    return dataclasses.replace(VIEW, steps=VIEW.steps[:count])
+
+
+class TestPanel:
+    @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+    def test_fits_any_width(self, width):
+        for count in (0, 1, 92, 130, len(VIEW.steps)):
+            lines = shown(cut(count), width).splitlines()
+            assert {cell_len(line) for line in lines} == {width}
+
+    def test_shows_progress_values_layers_and_what_happened(self):
+        text = shown(cut(130), 110)
+        assert "117/240 steps" in text
+        assert "left" in text
+        assert f"loss {VIEW.steps[129].loss:.4f}" in text
+        assert "in BF16 layers.2.mlp.down, layers.2.mlp.gate_up" in text
+        assert "Step 90: " in text
+        assert "Rolled back to step 80, layers to BF16" in text
+
+    def test_shows_the_tensors_nearest_to_their_maximum_clamped_ones_first(self):
+        text = shown(cut(92), 110)
+        assert " 88.0 % clamped " in text
+        names = [n for n in VIEW.steps[91].tensors if n in text]
+        assert len(names) == 3
+        assert "layers.2.mlp.down/input" in names
+
+    def test_text_of_a_run_is_not_markup(self):
+        event = {"kind": "x", "time": 1.0, "message": "[bold red]loud[/] \x1b[31mred"}
+        view = dataclasses.replace(VIEW, job="[link=http://x]job[/link]", events=(event,),
+                                   actions=(), incidents=())  # fmt: skip
+        text = shown(view, 110)
+        assert "[bold red]loud[/]" in text
+        assert "[link=http://x]job[/link]" in text
+        assert "\x1b" not in text
+
+    def test_a_job_without_a_step_or_a_spec_has_a_panel(self):
+        assert "0 steps" in shown(JobView("a-000000", "queued", {}), 60)
+
+
+class TestPlainLine:
+    def test_is_one_line_with_the_values(self):
+        line = plain_line(VIEW.steps[100])
+        assert "\n" not in line
+        assert line.startswith("step    87  loss ")
+        assert "2 linears in BF16" in line
+        assert line.endswith("attempt 1, timeline 1")
+
+    def test_says_when_the_update_was_left_out(self):
+        record = next(r for r in VIEW.steps if r.skipped)
+        assert "update left out" in plain_line(record)
+        assert "grad norm nan" in plain_line(record)
+
+
+def test_the_eta_is_the_recent_median_times_the_steps_left():
+    steps = [dataclasses.replace(r, step_time_s=2.0) for r in VIEW.steps[:60]]
+    assert eta_s(VIEW, steps) == 180 * 2.0
+    assert eta_s(VIEW, steps[:1]) is None
+    assert eta_s(JobView("a", "running", {}), steps) is None
+
+
+class TestSparkline:
+    def test_spans_from_lowest_to_highest(self):
+        assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+
+    def test_keeps_a_single_bad_step_visible(self):
+        values = [1.0] * 1000
+        values[777] = 9.0
+        assert sparkline(values, 50).count("█") == 1
+
+    def test_bears_missing_values(self):
+        assert sparkline([], 10) == ""
+        assert sparkline([math.nan, math.inf], 10) == "  "
+        assert sparkline([1.0, math.nan, 2.0], 10) == "▁ █"
+        assert sparkline([3.0, 3.0], 10) == "▁▁"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (42, "42 s"), (185, "3 m 05 s"), (7800, "2 h 10 m"), (273_600, "3 d 4 h")],
+)
+def test_durations_are_told_in_two_units(seconds, text):
+    assert duration(seconds) == text
