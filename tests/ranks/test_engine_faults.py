@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.config import FP8Config, HighPrecisionLayers, ParallelismConfig
+from parallel.config import (
+    FP8Config,
+    GradientExchangeConfig,
+    HighPrecisionLayers,
+    ParallelismConfig,
+)
 from parallel.engine import Engine
 from tests.ranks.engine_runs import LR, batches, build
 from tests.ranks.launch_ranks import run_ranks
@@ -31,7 +36,10 @@ def poisoned_run(rank: int, world_size: int, pipeline: int) -> dict[str, Any]:
     """Six steps with a NaN in step 3, against the five others alone."""
 
     def run(poison: bool) -> tuple[list[str], dict[str, Any]]:
-        engine = build(world_size, pipeline=pipeline)
+        # Error feedback is state too: the left-out gradient's rounding must not come back.
+        feedback = GradientExchangeConfig(min_size=1024, error_feedback=True)
+        engine = build(world_size, pipeline=pipeline, gradient_exchange=feedback)
+        assert any(name.startswith("exchange.matrices.") for name in engine.live_tensors())
         losses, seen = [], {}
         for step in range(6):
             if step == 3 and not poison:
