@@ -38,7 +38,7 @@ from orchestrator.controller import Controller
 from orchestrator.lifecycle import JobState, TransitionRefused
 from orchestrator.spec import spec_data
 from orchestrator.spec_errors import SpecError
-from orchestrator.store import JobRow, Store, UnknownJob
+from orchestrator.store import JobRow, Store, UnknownJobError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ After = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(ge=1, le=5000)]
 
 
-class AmbiguousJob(ValueError):  # noqa: N818
+class AmbiguousJobError(ValueError):
     """Several jobs go by this name."""
 
     def __init__(self, word: str, ids: list[str]) -> None:
@@ -95,20 +95,20 @@ def create_app(controller: Controller, token: str) -> FastAPI:
 def resolve(store: Store, word: str) -> JobRow:
     """The job meant by an id, a name or a unique beginning of an id.
 
-    Of several with the same name, the only one that hasn't ended. Raises ``UnknownJob``
-    and ``AmbiguousJob``.
+    Of several with the same name, the only one that hasn't ended. Raises ``UnknownJobError``
+    and ``AmbiguousJobError``.
     """
     try:
         return store.job(word)
-    except UnknownJob:
+    except UnknownJobError:
         rows = store.jobs()
     found = [r for r in rows if r.name == word] or [r for r in rows if r.id.startswith(word)]
     going = [r for r in found if not r.state.terminal]
     if len(found) == 1 or len(going) == 1:
         return (going or found)[0]
     if not found:
-        raise UnknownJob(word)
-    raise AmbiguousJob(word, [r.id for r in found])
+        raise UnknownJobError(word)
+    raise AmbiguousJobError(word, [r.id for r in found])
 
 
 def job_json(row: JobRow) -> dict[str, Any]:
@@ -285,12 +285,12 @@ def _add_errors(app: FastAPI) -> None:
         told = f"{count} problem{'s' * (count > 1)} in the job file"
         return _error(422, told, [p.to_json() for p in error.problems])
 
-    @app.exception_handler(UnknownJob)
-    def unknown(_: Request, error: UnknownJob) -> JSONResponse:
+    @app.exception_handler(UnknownJobError)
+    def unknown(_: Request, error: UnknownJobError) -> JSONResponse:
         return _error(404, str(error))
 
-    @app.exception_handler(AmbiguousJob)
-    def ambiguous(_: Request, error: AmbiguousJob) -> JSONResponse:
+    @app.exception_handler(AmbiguousJobError)
+    def ambiguous(_: Request, error: AmbiguousJobError) -> JSONResponse:
         return _error(409, str(error))
 
     @app.exception_handler(TransitionRefused)

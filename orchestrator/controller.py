@@ -33,7 +33,7 @@ FINISH_GRACE_S = 60.0
 """Seconds that a supervisor has after the job's end for the report and W&B."""
 
 
-class NoNodes(RuntimeError):  # noqa: N818
+class NoNodesError(RuntimeError):
     """The nodes of a job are gone and no others are free. Its supervisor ends; the controller
     starts another one when there are nodes.
     """
@@ -122,7 +122,7 @@ class Controller:
         """Allocate the next attempt on the nodes as they are now."""
         row = self.store.job(job)
         if not self._repair(row):
-            raise NoNodes(f"{job} needs {need_of(row.spec)} again, and they aren't free")
+            raise NoNodesError(f"{job} needs {need_of(row.spec)} again, and they aren't free")
         resume = self.store.begin_attempt(job, reason, self._clock())
         self._notify()
         return resume

@@ -50,7 +50,7 @@ class Server:
     pid: int
 
 
-class TokenExposed(PermissionError):  # noqa: N818
+class TokenExposedError(PermissionError):
     """The token file can be read by others than its owner."""
 
 
@@ -86,7 +86,7 @@ class Home:
         return HomeConfig.model_validate_json(file.read_text()) if file.exists() else HomeConfig()
 
     def token(self, *, create: bool = False) -> str | None:
-        """The bearer token, None if there is none; raises ``TokenExposed`` unless 0600."""
+        """The bearer token, None if there is none; raises ``TokenExposedError`` unless 0600."""
         file = self.path / "token"
         if create and not file.exists():
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,7 +103,7 @@ class Home:
         except FileNotFoundError:
             return None
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise TokenExposed(f"{file} can be read by others (chmod 600 {file})")
+            raise TokenExposedError(f"{file} can be read by others (chmod 600 {file})")
         return file.read_text().strip()
 
     def server(self) -> Server | None:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from launch.config import KillRank, NonFiniteGradient, WeightSurge
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import (
-    BatchRefused,
+    BatchRefusedError,
     batch_numbers,
     ffn_size,
     slots_per_node,
@@ -188,11 +188,11 @@ def _batch(spec: JobSpec) -> Iterator[Finding]:
     # Where the replicas given don't fit, a batch that suits those that do is not wrong too.
     candidates = [degrees.data] if degrees.data else []
     candidates += [fitting] if fitting and not rest else []
-    refusals: list[BatchRefused] = []
+    refusals: list[BatchRefusedError] = []
     for data in candidates:
         try:
             batch_numbers(spec.training, data, degrees.pipeline)
-        except BatchRefused as refused:
+        except BatchRefusedError as refused:
             refusals.append(refused)
     if refusals and len(refusals) == len(candidates):
         first = refusals[0]

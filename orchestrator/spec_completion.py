@@ -26,7 +26,7 @@ class Batch:
     accumulation: int
 
 
-class BatchRefused(ValueError):  # noqa: N818
+class BatchRefusedError(ValueError):
     """The batch numbers given don't go together: ``key`` is the one to change, and how."""
 
     def __init__(self, key: str, message: str, remedy: str) -> None:
@@ -61,7 +61,7 @@ def ffn_size(model: ModelConfig) -> int:
 
 
 def batch_numbers(training: TrainingConfig, data: int, pipeline: int) -> Batch:
-    """The three numbers from those given; ``BatchRefused`` where they can't be completed.
+    """The three numbers from those given; ``BatchRefusedError`` where they can't be completed.
 
     Free choices follow practice: micro-batches enough to fill the pipeline, otherwise as
     few as possible.
@@ -87,7 +87,7 @@ def batch_numbers(training: TrainingConfig, data: int, pipeline: int) -> Batch:
         _divide(total, data * micro, f"{data} replicas × {micro} sequences a micro-batch")
         return Batch(total, micro, share // micro)
     if micro * accumulation * data != total:
-        raise BatchRefused(
+        raise BatchRefusedError(
             "train_batch_size",
             f"isn't micro-batch {micro} × accumulation {accumulation} × {data} replicas "
             f"= {micro * accumulation * data}",
@@ -126,4 +126,4 @@ def _divide(total: int, by: int, what: str) -> None:
         return
     below, above = total // by * by, (total // by + 1) * by
     near = f"{below} or {above}" if below else str(above)
-    raise BatchRefused("train_batch_size", f"isn't divisible by {what}", f"make it {near}")
+    raise BatchRefusedError("train_batch_size", f"isn't divisible by {what}", f"make it {near}")

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator
 
 from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import BatchRefused, batch_numbers, replicas
+from orchestrator.spec_completion import BatchRefusedError, batch_numbers, replicas
 from orchestrator.spec_errors import Finding, KeyPath, value_at
 
 OWNED = {
@@ -87,7 +87,7 @@ def _equivalents(spec: JobSpec) -> Iterator[tuple[KeyPath, str, object]]:
     if data is not None:
         try:
             batch = batch_numbers(training, data, spec.parallelism.pipeline)
-        except BatchRefused:
+        except BatchRefusedError:
             pass
         else:
             yield ("train_batch_size",), "training.train_batch_size", batch.total

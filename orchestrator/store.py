@@ -33,7 +33,7 @@ from orchestrator.spec import JobSpec, spec_data
 from orchestrator.store_tables import actions, attempts, events, incidents, jobs, metadata, steps
 
 
-class UnknownJob(KeyError):  # noqa: N818
+class UnknownJobError(KeyError):
     """No job has this id."""
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Store:
             _add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
 
     def job(self, job: str) -> JobRow:
-        """The job with exactly this id; raises ``UnknownJob``."""
+        """The job with exactly this id; raises ``UnknownJobError``."""
         with self._read() as db:
             return _job_row(_stored_job(db, job))
 
@@ -226,7 +226,7 @@ class Store:
         with self._write() as db:
             try:
                 row = _stored_job(db, job)
-            except UnknownJob as unknown:
+            except UnknownJobError as unknown:
                 return Acknowledgement(False, str(unknown))
             current, state = row["attempt"], state_named(row["state"])
             if attempt != current:
@@ -316,7 +316,7 @@ def _page(table: sa.Table, job: str, after: int, limit: int | None) -> sa.Select
 def _stored_job(db: Connection, job: str) -> RowMapping:
     row = db.execute(sa.select(jobs).where(jobs.c.id == job)).mappings().one_or_none()
     if row is None:
-        raise UnknownJob(job)
+        raise UnknownJobError(job)
     return row
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodes
+from orchestrator.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.node_groups import Need, NodeCapacity, fit
 from orchestrator.protocol import SupervisorBatch
@@ -167,7 +167,7 @@ def test_no_attempt_is_given_to_a_supervisor_whose_nodes_are_gone(plane: Control
     job = running(plane)
     plane.groups.held.clear()
     plane.groups.total = {"node0": 2}
-    with pytest.raises(NoNodes, match="needs 1 node with 4 CPU slots again"):
+    with pytest.raises(NoNodesError, match="needs 1 node with 4 CPU slots again"):
         plane.controller.next_attempt(job, "rank lost")
     assert plane.store.job(job).attempt == 1
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launch.config import TrainingConfig
 from orchestrator.spec import JobSpec, load_spec, parse_spec, spec_data, spec_of, spec_yaml
 from orchestrator.spec_checks import LINEARS
-from orchestrator.spec_completion import BatchRefused, batch_numbers, complete
+from orchestrator.spec_completion import BatchRefusedError, batch_numbers, complete
 from orchestrator.spec_errors import Problem, Source, SpecError, read_yaml
 
 GOOD: dict[str, Any] = {
@@ -311,7 +311,7 @@ def test_batch_numbers_multiply_to_the_total_and_keep_what_was_given(
     )
     try:
         batch = batch_numbers(training, data, pipeline)
-    except BatchRefused:
+    except BatchRefusedError:
         assert total is not None
         assert total % (data * (micro or 1) * (accumulation or 1)) or (
             micro and accumulation and micro * accumulation * data != total

@@ -16,7 +16,7 @@ from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.protocol import EventDraft, NodeSlot, SupervisorBatch
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
-from orchestrator.store import Store, UnknownJob
+from orchestrator.store import Store, UnknownJobError
 
 JOB = "toy-00000a"
 NODE = NodeSlot("ab" * 28, "127.0.0.1", 0, 4)
@@ -78,7 +78,7 @@ def test_a_job_is_stored_as_submitted_and_survives_reopening(tmp_path: Path) -> 
 
 
 def test_an_unknown_job_is_named(store: Store) -> None:
-    with pytest.raises(UnknownJob, match="'none-000000'"):
+    with pytest.raises(UnknownJobError, match="'none-000000'"):
         store.job("none-000000")
     assert not store.record("none-000000", 1, SupervisorBatch(1), 1.0).accepted
 
