@@ -84,6 +84,7 @@ class TrainingLoop:
         self._lr_scale = assignment.lr_scale
         self._command = 0
         self._stop: Stop | None = None
+        self._threads: list[Shipper] = []
 
     @property
     def step(self) -> int:
@@ -103,8 +104,8 @@ class TrainingLoop:
             return self._finish()
         finally:
             self._reporter.close()
-            if hasattr(self, "_shipper"):
-                self._shipper.close()
+            for thread in self._threads:
+                thread.close()
 
     def _train_step(self) -> None:
         started = time.perf_counter()
@@ -137,6 +138,7 @@ class TrainingLoop:
         self._shipper = Shipper(
             self._ring, self._keeper, Path(assignment.job_dir), self._reporter.send
         )
+        self._threads.append(self._shipper)
         self._drills = Drills(
             run.drills,
             rank=assignment.rank,

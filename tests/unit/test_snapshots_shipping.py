@@ -1,0 +1,161 @@
+"""Copies on their way out: all tiers told, a tier that fails is told and holds up nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.checkpoints import commit_checkpoint
+from launch.commands import CopyFailed, Report, SnapshotReport
+from launch.keeper import Keeper
+from launch.shipping import Shipper
+from launch.snapshot_ring import SnapshotRing
+from launch.snapshots import Payload, SnapshotKey, SnapshotStore, StoredSnapshot
+from launch.state_block import unpack
+
+
+class Gate:
+    """A store whose ``put`` waits to be let through, then works or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Event()
+        self.error = error
+        self.put_steps: list[int] = []
+        self.payloads: dict[int, bytes] = {}
+
+    def put(self, key: SnapshotKey, payload: Payload, digest: str) -> None:
+        self.put_steps.append(key.step)
+        self.entered.set()
+        assert self.open.wait(10)
+        if self.error is not None:
+            raise self.error
+        self.payloads[key.step] = bytes(payload)
+
+    def get(self, key: SnapshotKey) -> StoredSnapshot | None:
+        raise NotImplementedError
+
+
+class Rig:
+    """A ring over one live tensor, its shipper, and what was told."""
+
+    def __init__(self, store: SnapshotStore | None, job_dir: Path) -> None:
+        self.live = {"weights": torch.zeros(100)}
+        self.ring = SnapshotRing(3, self.live)
+        self.told: list[Report] = []
+        self.shipper = Shipper(self.ring, store, job_dir, self.told.append)
+
+    def snapshot(self, step: int, *, to_disk: bool = False, timeline: int = 0) -> None:
+        self.live["weights"].fill_(step)
+        slot = self.ring.take(SnapshotKey("job", 1, timeline, 0, step), {"step": step})
+        self.shipper.ship(slot, to_disk=to_disk)
+
+    def done(self) -> list[tuple[str, int]]:
+        assert self.shipper.wait(10)
+        return [(r.tier, r.step) for r in self.told if isinstance(r, SnapshotReport)]
+
+    def failed(self) -> list[tuple[str, int]]:
+        return [(r.tier, r.step) for r in self.told if isinstance(r, CopyFailed)]
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.shipper.close()
+
+
+def rig_of(rigs: list[Rig], store: SnapshotStore | None, job_dir: Path) -> Rig:
+    rigs.append(Rig(store, job_dir))
+    return rigs[-1]
+
+
+def test_a_copy_is_told_for_every_tier_it_reached(rigs: list[Rig], tmp_path: Path) -> None:
+    keeper = Keeper()
+    rig = rig_of(rigs, keeper, tmp_path)
+    rig.snapshot(10)
+    rig.snapshot(20, to_disk=True)
+    assert rig.done() == [
+        ("ring", 10),
+        ("memory", 10),
+        ("ring", 20),
+        ("disk", 20),
+        ("memory", 20),
+    ]
+    (first, second) = keeper.keys("job")
+    for key in (first, second):
+        stored = keeper.get(key)
+        assert stored is not None
+        meta, tensors = unpack(stored.payload)
+        assert meta == {"step": key.step}
+        assert tensors["weights"].eq(key.step).all()
+    assert commit_checkpoint(tmp_path, 20, 1, [0]).step == 20
+
+
+def test_what_is_shipped_is_what_was_taken_though_training_went_on(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    gate = Gate()
+    rig = rig_of(rigs, gate, tmp_path)
+    rig.snapshot(10)
+    assert gate.entered.wait(10)
+    rig.snapshot(20)
+    rig.snapshot(30)
+    rig.snapshot(40)
+    gate.open.set()
+    rig.done()
+    for step in (10, 20, 30, 40):
+        assert unpack(gate.payloads[step])[1]["weights"].eq(step).all()
+
+
+def test_a_snapshot_that_was_rolled_back_is_not_shipped(rigs: list[Rig], tmp_path: Path) -> None:
+    gate = Gate()
+    rig = rig_of(rigs, gate, tmp_path)
+    rig.snapshot(10)
+    assert gate.entered.wait(10)
+    rig.snapshot(20)
+    rig.shipper.drop_after(10)
+    rig.ring.restore(10, rank=0)
+    rig.snapshot(20, timeline=1)
+    gate.open.set()
+    rig.done()
+    told = [(r.timeline, r.step) for r in rig.told if isinstance(r, SnapshotReport)]
+    assert told == [(0, 10), (0, 10), (1, 20), (1, 20)]
+    assert gate.put_steps == [10, 20]
+
+
+def test_a_keeper_that_fails_is_told_and_left_alone_for_a_while(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    gate = Gate(error=ConnectionError("the keeper is gone"))
+    gate.open.set()
+    rig = rig_of(rigs, gate, tmp_path)
+    rig.snapshot(10)
+    rig.snapshot(20, to_disk=True)
+    assert rig.done() == [("ring", 10), ("ring", 20), ("disk", 20)]
+    assert rig.failed() == [("memory", 10), ("memory", 20)]
+    assert gate.put_steps == [10]
+    assert rig.shipper.disk_error(20) is None
+
+
+def test_a_disk_that_fails_is_told_and_the_keeper_still_gets_its_copy(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    rig = rig_of(rigs, Keeper(), tmp_path)
+    rig.snapshot(10, to_disk=True)
+    assert rig.done() == [("ring", 10), ("memory", 10)]
+    assert rig.failed() == [("disk", 10)]
+    assert rig.shipper.disk_error(10) is not None
+
+
+def test_without_a_keeper_there_are_no_copies_in_memory(rigs: list[Rig], tmp_path: Path) -> None:
+    rig = rig_of(rigs, None, tmp_path)
+    rig.snapshot(10)
+    assert rig.done() == [("ring", 10)]
+    assert rig.failed() == []

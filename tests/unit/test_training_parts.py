@@ -1,0 +1,188 @@
+"""The loop's collaborators: learning rate, drills, reports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.commands import DrillReport, Report
+from launch.config import KillRank, NonFiniteGradient, TrainingConfig, WeightSurge
+from launch.drills import Drills
+from launch.reporter import Reporter
+from launch.schedule import lr_at
+
+
+def report(step: int) -> DrillReport:
+    return DrillReport(1, 0, 0, step, 0.0, 0)
+
+
+class TestLearningRate:
+    def training(self, **more: Any) -> TrainingConfig:
+        values = {"steps": 101, "lr": 1.0, "min_lr_ratio": 0.1, "warmup_steps": 10, **more}
+        return TrainingConfig.model_validate(values)
+
+    def test_it_rises_to_the_peak_and_falls_to_the_floor(self) -> None:
+        training = self.training()
+        assert lr_at(0, training) == pytest.approx(0.1)
+        assert lr_at(9, training) == lr_at(10, training) == pytest.approx(1.0)
+        assert lr_at(55, training) == pytest.approx(0.55)
+        assert lr_at(100, training) == pytest.approx(0.1)
+
+    def test_linear_and_constant_do_what_they_say(self) -> None:
+        linear = self.training(schedule="linear", min_lr_ratio=0.0)
+        assert lr_at(37, linear) == pytest.approx(0.7)
+        constant = self.training(schedule="constant")
+        assert {lr_at(step, constant) for step in range(10, 101)} == {1.0}
+
+    @given(
+        st.sampled_from(["cosine", "linear", "constant"]),
+        st.integers(1, 50),
+        st.integers(0, 60),
+        st.floats(0, 1),
+    )
+    def test_it_stays_positive_below_the_peak_and_scales(
+        self, schedule: str, steps: int, warmup: int, floor: float
+    ) -> None:
+        training = self.training(
+            schedule=schedule, steps=steps, warmup_steps=warmup, min_lr_ratio=floor
+        )
+        rates = [lr_at(step, training) for step in range(steps)]
+        assert all(0 <= rate <= 1.0 + 1e-12 for rate in rates)
+        after = rates[warmup:]
+        assert after == sorted(after, reverse=True)
+        assert [lr_at(n, training, 0.5) for n in range(steps)] == [rate / 2 for rate in rates]
+
+
+class Rank:
+    """What drills did to one rank, in order."""
+
+    def __init__(self, rank: int, *, fired: Sequence[int] = (), received: bool = True) -> None:
+        self.log: list[Any] = []
+        self.received = received
+        self.drills = Drills(
+            [
+                WeightSurge(kind="weight_surge", step=5, layer=1, factor=8.0),
+                NonFiniteGradient(kind="nonfinite_gradient", step=5, rank=1),
+                KillRank(kind="kill_rank", step=7, rank=1),
+            ],
+            rank=rank,
+            fired=fired,
+            target=self,
+            announce=self.announce,
+            kill=lambda: self.log.append("kill"),
+        )
+
+    def announce(self, drill: int, step: int) -> bool:
+        self.log.append(("told", drill, step))
+        return self.received
+
+    def surge_mlp(self, layer: int, factor: float) -> None:
+        self.log.append(("surge", layer, factor))
+
+    def poison_gradient(self) -> None:
+        self.log.append("poison")
+
+
+class TestDrills:
+    def test_each_is_told_before_it_fires_on_its_rank(self) -> None:
+        rank = Rank(1)
+        assert [rank.drills.fire(step) for step in range(4, 8)] == [(), (0, 1), (), (2,)]
+        assert rank.log == [
+            ("told", 0, 5),
+            ("surge", 1, 8.0),
+            ("told", 1, 5),
+            "poison",
+            ("told", 2, 7),
+            "kill",
+        ]
+
+    def test_another_rank_only_surges(self) -> None:
+        rank = Rank(0)
+        assert [rank.drills.fire(step) for step in range(4, 8)] == [(), (0,), (), ()]
+        assert rank.log == [("told", 0, 5), ("surge", 1, 8.0)]
+
+    def test_none_fires_again_after_a_rollback(self) -> None:
+        rank = Rank(1)
+        for step in (5, 6, 7, 5, 6, 7):
+            rank.drills.fire(step)
+        assert rank.log.count("kill") == rank.log.count("poison") == 1
+
+    def test_none_fires_that_an_earlier_attempt_fired(self) -> None:
+        rank = Rank(1, fired=(0, 2))
+        assert [rank.drills.fire(step) for step in (5, 7)] == [(1,), ()]
+
+    def test_a_rank_is_not_killed_unless_that_was_received(self) -> None:
+        """Or the next attempt would meet the same drill, and the one after."""
+        rank = Rank(1, received=False)
+        rank.drills.fire(7)
+        assert rank.log == [("told", 2, 7)]
+
+    def test_replicas_surge_alike_though_one_could_not_tell(self) -> None:
+        rank = Rank(0, received=False)
+        rank.drills.fire(5)
+        assert rank.log == [("told", 0, 5), ("surge", 1, 8.0)]
+
+
+class TestReporter:
+    def test_reports_arrive_in_order_and_in_batches(self) -> None:
+        batches: list[list[Report]] = []
+        reporter = Reporter(lambda batch: batches.append(list(batch)), interval_s=0.05)
+        for step in range(50):
+            reporter.send(report(step) if step % 2 else lambda step=step: report(step))
+        assert reporter.flush()
+        assert [r.step for batch in batches for r in batch] == list(range(50))
+        assert len(batches) < 10
+        reporter.close()
+
+    def test_sending_never_waits_for_the_outbox(self) -> None:
+        release = threading.Event()
+        arrived: list[int] = []
+
+        def outbox(batch: Sequence[Report]) -> None:
+            release.wait(10)
+            arrived.extend(r.step for r in batch)
+
+        reporter = Reporter(outbox, interval_s=0.0, capacity=100)
+        started = time.perf_counter()
+        for step in range(1000):
+            reporter.send(report(step))
+        assert time.perf_counter() - started < 1.0
+        assert not reporter.flush(timeout_s=0.05)
+        release.set()
+        assert reporter.flush()
+        assert arrived[-100:] == list(range(900, 1000))
+        reporter.close()
+
+    def test_a_call_that_failed_is_made_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("launch.reporter._RETRY_S", 0.01)
+        calls: list[list[int]] = []
+
+        def outbox(batch: Sequence[Report]) -> None:
+            calls.append([r.step for r in batch])
+            if len(calls) < 3:
+                raise ConnectionError
+
+        reporter = Reporter(outbox, interval_s=0.0)
+        reporter.send(report(4))
+        assert reporter.flush()
+        assert calls == [[4], [4], [4]]
+        reporter.close()
+
+    def test_a_report_that_cannot_be_made_does_not_stop_the_others(self) -> None:
+        def broken() -> Report:
+            raise RuntimeError("the device is gone")
+
+        arrived: list[int] = []
+        reporter = Reporter(lambda batch: arrived.extend(r.step for r in batch))
+        reporter.send(broken)
+        reporter.send(report(1))
+        assert reporter.flush()
+        assert arrived == [1]
+        reporter.close()
+        reporter.close()
