@@ -1,0 +1,253 @@
+"""The command in one process: exit codes, JSON, errors in a line, and no heavy imports."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import yaml
+
+from orchestrator.api import create_app
+from orchestrator.cli import call
+from orchestrator.client import Client, NotAuthorizedError, UnreachableError
+from orchestrator.home import Home, Server, TokenExposedError
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import SupervisorBatch
+from tests.unit.control_plane import ControlPlane
+from tests.unit.test_store import step
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> ControlPlane:
+    return ControlPlane(tmp_path, 4)
+
+
+@pytest.fixture
+def home(tmp_path: Path, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+    """A home whose controller answers on a real port."""
+    home = Home(tmp_path / "home")
+    home.create()
+    token = home.token(create=True)
+    assert token
+    settings = uvicorn.Config(
+        create_app(plane.controller, token), port=0, log_config=None, lifespan="off"
+    )
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    home.write_server(Server(f"http://127.0.0.1:{port}", port, 0))
+    monkeypatch.setenv("OCTAVO_HOME", str(home.path))
+    monkeypatch.delenv("OCTAVO_URL", raising=False)
+    yield home
+    server.should_exit = True
+    thread.join(5)
+
+
+def job_file(folder: Path, **changes: Any) -> str:
+    text = folder / "text.txt"
+    text.write_text("x" * 4096)
+    data = {"name": "toy", "slots_per_node": 4, "data": {"source": str(text)}, **changes}
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return str(file)
+
+
+def test_a_job_is_submitted_listed_shown_and_cancelled(
+    home: Home, plane: ControlPlane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["submit", job_file(tmp_path)]) == 0
+    job = capsys.readouterr().out.strip()
+    assert plane.state(job) == "queued"
+    assert call(["list"]) == 0
+    assert job in capsys.readouterr().out
+    assert call(["list", "-o", "json"]) == 0
+    assert [j["id"] for j in json.loads(capsys.readouterr().out)] == [job]
+    assert call(["status", "toy"]) == 101
+    assert "queued" in capsys.readouterr().out
+    assert call(["cancel", job, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "cancelled"
+    assert call(["status", "toy", "-o", "json"]) == 103
+    assert json.loads(capsys.readouterr().out)["reason"].startswith("cancelled by ")
+    assert call(["cancel", job]) == 1
+    assert "cancelled for good" in capsys.readouterr().err
+    assert call(["events", job]) == 0
+    assert "submitted from" in capsys.readouterr().out
+    assert call(["events", job, "-f"]) == 103
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "code"),
+    [
+        (JobState.SUCCEEDED, Cause.STEPS_DONE, 0),
+        (JobState.FAILED, Cause.ERROR, 100),
+        (JobState.PAUSED, Cause.BUDGET_SPENT, 101),
+    ],
+)
+def test_following_commands_end_with_the_code_of_the_jobs_state(
+    home: Home,
+    plane: ControlPlane,
+    capsys: pytest.CaptureFixture[str],
+    state: JobState,
+    cause: Cause,
+    code: int,
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    batch = SupervisorBatch(1, steps=(step(0), step(1)), transition=(state, cause))
+    plane.controller.report(job, 1, batch)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    for command in (["status", job], ["watch", job], ["events", "-f", job], ["logs", "-f", job]):
+        assert call(command) == code
+    told = capsys.readouterr().out
+    assert "step     1  loss 4.9000" in told
+
+
+def test_a_log_that_is_not_there_is_not_found_and_one_that_is_is_printed(
+    home: Home, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    folder = Path(plane.store.job(job).job_dir) / "logs" / "attempt-1"
+    folder.mkdir()
+    (folder / "rank-1.log").write_text("hello\n")
+    assert call(["logs", job, "--rank", "1"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert call(["logs", job, "--rank", "2"]) == 102
+
+
+def test_a_report_is_written_of_what_the_api_tells(
+    home: Home, plane: ControlPlane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    plane.controller.report(job, 1, SupervisorBatch(1, steps=tuple(step(n) for n in range(5))))
+    assert call(["report", job, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 5
+    file = tmp_path / "report.html"
+    assert call(["report", job, "--to", str(file)]) == 0
+    assert job in file.read_text()
+
+
+def test_a_dry_run_needs_no_controller_and_prints_a_spec_that_reads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path / "none"))
+    assert call(["submit", "--dry-run", job_file(tmp_path)]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["training"]["train_batch_size"] == 16
+    assert call(["submit", "--dry-run", "-o", "json", job_file(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["parallelism"]["data"] == 4
+
+
+@pytest.mark.parametrize("command", [["submit"], ["submit", "--dry-run"], ["run"]])
+def test_a_bad_job_file_is_a_usage_error_with_every_problem(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = job_file(tmp_path, parallelism={"pipeline": 9}, precison="fp8")
+    assert call([*command, file]) == 2
+    told = capsys.readouterr().err
+    assert f"{file}:" in told and "parallelism.pipeline: 9" in told and "'precision'" in told
+    assert "3 problems" in told
+    assert "Traceback" not in told
+
+
+def test_problems_that_only_the_controller_sees_name_the_users_file(
+    home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    storage = {"storage_path": str(tmp_path / "file" / "jobs")}
+    file = job_file(tmp_path, checkpoint=storage)
+    assert call(["submit", file]) == 2
+    assert f"{file}: checkpoint.storage_path" in capsys.readouterr().err
+
+
+def test_an_absent_controller_is_unreachable_and_the_remedy_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home(tmp_path)
+    commands = (["list"], ["status", "x"], ["cancel", "x"], ["watch", "x"], ["logs", "x"])
+    for command in commands:
+        assert call([*command, "--home", str(tmp_path)]) == 3
+    home.write_server(Server("http://127.0.0.1:9", 9, 0))
+    assert call(["list", "--home", str(tmp_path)]) == 3
+    told = capsys.readouterr().err
+    assert "octavo up" in told and "Traceback" not in told
+
+
+def test_an_unknown_job_is_not_found(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "events", "logs", "cancel", "watch", "report"):
+        assert call([command, "nobody"]) == 102
+    assert "no job 'nobody'" in capsys.readouterr().err
+
+
+def test_a_wrong_or_exposed_token_is_told_without_a_traceback(
+    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = home.server()
+    assert server
+    for token, says in ((None, "needs the controller's bearer token"), ("no", "is not this")):
+        with pytest.raises(NotAuthorizedError, match=says):
+            Client(server.url, token).jobs()
+    (home.path / "token").chmod(0o644)
+    assert call(["list"]) == 1
+    assert "chmod 600" in capsys.readouterr().err
+    monkeypatch.setenv("OCTAVO_URL", server.url)
+    monkeypatch.setenv("OCTAVO_TOKEN", "wrong")
+    assert call(["list"]) == 1
+    assert "not this controller's" in capsys.readouterr().err
+
+
+def test_usage_errors_have_their_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["lst"], ["status"], ["list", "-o", "xml"], ["logs", "x", "--rank", "-1"]):
+        assert call(command) == 2
+    assert call(["--help"]) == 0
+    assert "submit" in capsys.readouterr().out
+
+
+def test_the_token_is_created_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    assert home.token() is None
+    token = home.token(create=True)
+    assert token and len(token) >= 32
+    assert stat.S_IMODE((home.path / "token").stat().st_mode) == 0o600
+    assert Home(home.path).token(create=True) == token
+    (home.path / "token").chmod(0o640)
+    with pytest.raises(TokenExposedError):
+        home.token()
+
+
+def test_nothing_that_listens_is_unreachable() -> None:
+    assert not Client("http://127.0.0.1:9", None).healthy()
+    with pytest.raises(UnreachableError, match=r"127\.0\.0\.1:9"):
+        Client("http://127.0.0.1:9", None).jobs()
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orchestrator.cli", "submit", "--dry-run", job_file(tmp_path)]
+    script = 'out=$("$@" | head -1; echo "${PIPESTATUS[0]}"); echo "$out"'
+    done = subprocess.run(["bash", "-c", script, "x", *command], capture_output=True, text=True)
+    assert done.stdout.split("\n")[0] == "name: toy"
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("module", ["cli", "spec", "client", "lifecycle", "recovery", "cli_run"])
+def test_the_command_starts_without_torch_ray_or_wandb(module: str) -> None:
+    code = f"""
+import sys, orchestrator.{module}
+heavy = {{"torch", "ray", "wandb", "deepspeed", "sqlalchemy", "fastapi"}} & set(sys.modules)
+sys.exit(str(heavy) if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
