@@ -61,10 +61,21 @@ def choose(
     points: Sequence[RestorePoint],
     actions: Sequence[Action],
     refused: Collection[RestorePoint] = (),
+    *,
+    recorded: int | None = None,
+    reach: int = 0,
 ) -> RestorePoint | None:
     """The best point to start from; None: start from the seed.
 
-    ``refused``: points whose restore failed before.
+    ``refused``: points whose restore failed before. ``recorded``: newest step recorded.
+    Ranks outlive a lost supervisor for a moment, and copies of steps that nobody recorded
+    would leave a gap that no detector has seen: a copy from before the gap is taken
+    instead, unless that costs more than ``reach`` steps.
     """
     usable = [p for p in points if p not in refused and on_living_branch(p, actions)]
-    return max(usable, key=preference, default=None)
+    newest = max(usable, key=preference, default=None)
+    if newest is None or recorded is None:
+        return newest
+    seen = max((p for p in usable if p.step <= recorded + 1), key=preference, default=None)
+    start = seen.step if seen else 0
+    return newest if newest.step - start > reach else seen

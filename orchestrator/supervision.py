@@ -44,6 +44,7 @@ from orchestrator.outbox import ControllerUnreachableError, FencedError, Outbox
 from orchestrator.protocol import ControllerPort, ResumeState
 from orchestrator.recovery import decide, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
+from orchestrator.spec import JobSpec
 
 logger = logging.getLogger(__name__)
 
@@ -303,8 +304,19 @@ class Supervision:
             return
         attempt = self._attempt
         points = points_in_memory(self._group.copies(), self._world) + self._shelf.points()
-        attempt.restore = choose(points, attempt.facts.actions, self._refused)
-        self._bank.rewind(attempt.restore.step if attempt.restore else 0)
+        snapshots = self._spec.snapshots
+        attempt.restore = choose(
+            points,
+            attempt.facts.actions,
+            self._refused,
+            recorded=attempt.facts.step,
+            reach=snapshots.every * snapshots.keep,
+        )
+        start = attempt.restore.step if attempt.restore else 0
+        if start > attempt.facts.step + 1:
+            # A trend drawn across steps that nobody saw would make a healthy loss a spike.
+            self._bank = _new_bank(self._spec)
+        self._bank.rewind(start)
         self._group.run(
             assignments(attempt.resume, attempt.facts, attempt.restore, self._group.master())
         )
@@ -395,14 +407,18 @@ def _is_about(end: RankEnd, point: RestorePoint) -> bool:
     return isinstance(error, SnapshotError) and (error.step, error.tier) == (point.step, point.tier)
 
 
+def _new_bank(spec: JobSpec) -> DetectorBank:
+    """Detectors that have seen nothing."""
+    return DetectorBank(spec.detection, save_every=spec.snapshots.every)
+
+
 def _bank(resume: ResumeState) -> DetectorBank:
     """The detectors where an earlier supervisor left them; anew if that can't be read."""
-    spec = resume.spec
-    bank = DetectorBank(spec.detection, save_every=spec.snapshots.every)
+    bank = _new_bank(resume.spec)
     if resume.detector_state is not None:
         try:
             bank.load_state_dict(resume.detector_state)
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("detectors start anew, their stored state is unreadable: %r", error)
-            bank = DetectorBank(spec.detection, save_every=spec.snapshots.every)
+            bank = _new_bank(resume.spec)
     return bank

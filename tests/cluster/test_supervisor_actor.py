@@ -114,9 +114,11 @@ def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_next_goes_on(
         told = job.told()
         job.supervise(ray.get(job.controller.next_attempt.remote("scripted-000001", "lost")))
         told = job.wait()
-        assert told["states"][-1] == ("succeeded", "STEPS_DONE")
+        assert told["states"][-1] == ("succeeded", "STEPS_DONE"), told["events"]
         started = [e.detail for e in told["events"] if e.kind == "attempt_started"]
         assert started[-1]["tier"] == "memory" and started[-1]["step"] >= 20
+        kept, _ = split_timelines(told["steps"])
+        assert [r.step for r in kept] == list(range(60)), "no step is left unrecorded"
 
 
 def test_an_error_in_the_job_fails_it_with_what_the_ranks_raised(tmp_path: Path) -> None:

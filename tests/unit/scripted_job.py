@@ -130,6 +130,10 @@ class ScriptedController:
 class Script:
     """What happens at which step, to whom."""
 
+    loss: Callable[[int], float] = lambda step: (
+        5.0 * math.exp(-0.005 * step) * (1 + 0.002 * (step % 3))
+    )
+    """Loss of a healthy step."""
     spike: Callable[[int, int], bool] = lambda step, batch: False
     """(step, batch) whose loss is ten times too high."""
     nonfinite: frozenset[int] = frozenset()
@@ -269,7 +273,7 @@ class ScriptedRanks:
     def _report(self, rank: int) -> RankReport:
         batch = self.batch_of(self.step)
         skipped = self.step in self.script.nonfinite
-        loss = 5.0 * math.exp(-0.005 * self.step) * (1 + 0.002 * (self.step % 3))
+        loss = self.script.loss(self.step)
         if self.script.spike(self.step, batch):
             loss *= 10
         names = tuple(f"{layer}/{role}" for layer in LAYERS for role in ("input", "weight"))

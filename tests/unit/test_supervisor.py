@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,13 @@ def bench(tmp_path: Path) -> Iterator[Make]:
 
 def saturates_from(step: int, layer: str = LAYERS[1]) -> Script:
     return Script(saturated=lambda s, name: s >= step and name == layer)
+
+
+def outlive(job: Bench, steps: int) -> None:
+    """Ranks go on for a moment after their supervisor died."""
+    job.ranks.deliver = lambda reports: None
+    job.ranks.running = True
+    job.ranks.train(steps)
 
 
 class TestStart:
@@ -335,6 +343,35 @@ class TestLostRanks:
         assert first.precision == {LAYERS[1]: "bf16"} and first.ledger == (22,)
         job.train(10)
         assert job.settled().kinds() == ["layer_fallback"], "its detectors know what they knew"
+
+    def test_copies_of_steps_that_nobody_recorded_are_not_taken(self, bench: Make) -> None:
+        job = bench()
+        job.train(13)
+        job.settled()
+        job.supervision.close()
+        outlive(job, 15)
+        assert max(key.step for key in job.ranks.held) == 25
+        job.take_over(job.controller.next_attempt("scripted-000001", "supervisor lost"))
+        job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(10, "memory", 1, 0)
+
+    def test_a_gap_that_is_cheaper_than_the_way_back_is_no_spike_after_it(
+        self, bench: Make
+    ) -> None:
+        job = bench(
+            Script(loss=lambda step: 2.5 + 3.0 * math.exp(-step / 17) + 0.01 * (step % 3)),
+            detection={"min_history": 16, "settle_steps": 8},
+        )
+        job.train(23)
+        job.settled()
+        job.supervision.close()
+        outlive(job, 38)
+        job.ranks.held = [key for key in job.ranks.held if key.step > 45]
+        job.take_over(job.controller.next_attempt("scripted-000001", "supervisor lost"))
+        job.step()
+        assert job.ranks.attempts[-1][0].restore == RestorePoint(60, "memory", 1, 0)
+        job.train(60)
+        assert job.settled().kinds() == []
 
 
 class TestController:
