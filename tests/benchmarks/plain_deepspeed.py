@@ -1,0 +1,79 @@
+"""The same model, data and DeepSpeed engine as a job, as a plain script: what Octavo's cost is measured against.
+
+    torchrun --nproc-per-node 4 tests/benchmarks/plain_deepspeed.py job.yaml --out steps.json
+
+It trains the job's steps with the same FP8 layers and gradient exchange and nothing
+around them: no controller, no telemetry, no snapshots, no detection. Rank 0 writes the
+wall seconds and the loss of every step as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+import torch
+import torch.distributed as dist
+
+from launch.data import TokenStream, batch_of
+from launch.schedule import lr_at
+from orchestrator.spec import load_spec
+from parallel.engine import TrainingNumbers, build_engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    job = load_spec(arguments.spec)
+    training = job.training
+    engine = build_engine(
+        parallelism=job.parallelism,
+        model=job.model,
+        numbers=TrainingNumbers(
+            micro_batch_size=training.train_micro_batch_size_per_gpu,
+            accumulation_steps=training.gradient_accumulation_steps,
+            seq_len=training.seq_len,
+            betas=training.betas,
+            eps=training.eps,
+            weight_decay=training.weight_decay,
+            max_norm=training.max_norm,
+            seed=training.seed,
+        ),
+        precision=job.precision,
+        fp8=job.fp8,
+        communication_data_type=job.communication_data_type,
+        gradient_exchange=job.gradient_exchange,
+        deepspeed=job.deepspeed,
+    )
+    stream = TokenStream(job.data, training.seq_len)
+    rows = []
+    for step in range(arguments.steps or training.steps):
+        started = time.perf_counter()
+        batches = stream.micro_batches(
+            batch_of(step, frozenset()),
+            engine.coordinate.data,
+            job.parallelism.data,
+            training.train_micro_batch_size_per_gpu,
+            training.gradient_accumulation_steps,
+        )
+        result = engine.train_step(batches, lr_at(step, training, 1.0))
+        # The loss is read every step, as a training script prints it.
+        rows.append((time.perf_counter() - started, float(result.loss), result.grad_norm))
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
