@@ -68,6 +68,8 @@ class Worker:
         """Imports all that a rank needs; without ``owner`` nobody is watched before ``run``."""
         self._mailbox: Mailbox | None = None
         self._watched: Any = None
+        self._claiming = threading.Lock()
+        self._claimed = False
         run_politely(_import_ahead)
         if owner is not None:
             self._watch(owner)
@@ -82,6 +84,19 @@ class Worker:
 
     def ping(self) -> bool:
         """True."""
+        return True
+
+    def idle(self) -> bool:
+        """Whether nobody has claimed this worker or run on it."""
+        return not self._claimed and self._mailbox is None
+
+    def claim(self, owner: Any) -> bool:
+        """Become ``owner``'s, who is watched from now on; False if somebody was first."""
+        with self._claiming:
+            if not self.idle():
+                return False
+            self._claimed = True
+        self._watch(owner)
         return True
 
     def run(self, assignment: Assignment, supervisor: Any, keeper: Any) -> RankResult:

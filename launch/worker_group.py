@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch import standby
 from launch.commands import Assignment, Command
 from launch.rank_group import RankEnd, Seat
 from launch.snapshots import SnapshotKey
@@ -74,7 +75,7 @@ class WorkerGroup:
         self._ends: dict[int, RankEnd] = {}
 
     def start(self, seats: Sequence[Seat]) -> None:
-        """A worker a slot: a standby one of that node where there is one, else a new one."""
+        """A worker a slot: a standby one, the job's or the node's, or else a new one."""
         self._ends = {}
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
         self._standby = _living(self._standby)
@@ -170,34 +171,16 @@ class WorkerGroup:
             if worker.node_id == node_id:
                 self._standby.remove(worker)
                 return worker
-        return None
+        actor = standby.claim(node_id, self._owner)
+        return None if actor is None else _Worker(actor, node_id, actor.ready.remote())
 
     def _create(self, seat: Seat) -> _Worker:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        worker_class = self._worker_class
-        if worker_class is None:
-            from launch.worker import Worker
-
-            worker_class = Worker
-        options: dict[str, Any] = {}
-        if self._on_gpu:
-            # Ray hides the devices of an actor that asks for none; the keeper holds them.
-            options["runtime_env"] = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
-        actor = (
-            ray.remote(worker_class)
-            .options(
-                name=f"octavo-worker-{uuid.uuid4().hex}",
-                namespace=NAMESPACE,
-                lifetime="detached",
-                num_cpus=0,
-                max_concurrency=8,
-                max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(seat.node_id, soft=False),
-                **options,
-            )
-            .remote(self._owner)
+        actor = standby.create_worker(
+            f"octavo-worker-{uuid.uuid4().hex}",
+            seat.node_id,
+            self._owner,
+            on_gpu=self._on_gpu,
+            worker_class=self._worker_class,
         )
         return _Worker(actor, seat.node_id, actor.ready.remote())
 

@@ -219,13 +219,17 @@ def up(
     slots: Annotated[
         int | None, typer.Option(min=1, help="CPU slots [default: one a core, at least 4].")
     ] = None,
+    standby: Annotated[
+        int | None,
+        typer.Option(min=0, help="Idle, imported workers a node: jobs start seconds earlier."),
+    ] = None,
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
     """Start a controller and a Ray on this machine, or say that they run."""
     from orchestrator.cli_run import bring_up
 
-    raise typer.Exit(bring_up(_home(home), slots, output))
+    raise typer.Exit(bring_up(_home(home), slots, standby, output))
 
 
 @app.command()

@@ -71,12 +71,14 @@ def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) ->
                 shutil.rmtree(home.path, ignore_errors=True)
 
 
-def bring_up(home: Home, slots: int | None, output: Output) -> int:
+def bring_up(home: Home, slots: int | None, standby: int | None, output: Output) -> int:
     """Start the host of ``home``, or find it running; the exit code."""
     found = running_host(home)
     wanted = slots or max(FEWEST_SLOTS, os.cpu_count() or 1)
     if found is None:
-        home.create()
+        home.create(
+            None if standby is None else home.config().model_copy(update={"standby": standby})
+        )
         try:
             Starting(home, wanted, tied=False).wait()
         except LocalError as error:
@@ -86,6 +88,10 @@ def bring_up(home: Home, slots: int | None, output: Output) -> int:
         assert found is not None, "a host writes its record before it says ready"
     elif slots is not None and found.slots != slots:
         complain(f"it runs with {found.slots} slots", "`octavo down` first to change that")
+        return 1
+    elif standby is not None and home.config().standby != standby:
+        now = home.config().standby
+        complain(f"it runs with {now} standby workers", "`octavo down` first to change that")
         return 1
     if output is Output.json:
         print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})

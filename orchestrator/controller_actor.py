@@ -66,7 +66,13 @@ class ControllerActor:
         threading.Thread(
             target=self._controller.run, args=(threading.Event(),), name="reconcile", daemon=True
         ).start()
+        if config.standby:
+            self._keep_standby(config.standby)
         self._home.write_server(self._server)
+
+    def ping(self) -> bool:
+        """True; standby workers end themselves when nobody answers."""
+        return True
 
     def url(self) -> str:
         """Where the API listens."""
@@ -83,6 +89,14 @@ class ControllerActor:
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """``ControllerPort.report``."""
         return self._controller.report(job, attempt, batch)
+
+    def _keep_standby(self, per_node: int) -> None:
+        import ray
+
+        from launch.standby import StandbyPool
+
+        pool = StandbyPool(ray.get_runtime_context().current_actor, per_node)
+        threading.Thread(target=pool.run, name="standby", daemon=True).start()
 
     def _listen(self, host: str, port: int) -> socket.socket:
         """A listening socket: the port asked for, or the one it had before a restart."""

@@ -39,6 +39,8 @@ class HomeConfig(BaseModel):
     """Port of the API; 0: any free one, kept for the controller's life."""
     fixed_cluster: bool = True
     """No node will ever be added, so what exceeds the cluster fails instead of waiting."""
+    standby: int = 0
+    """Idle, imported workers kept on every node for jobs still to be submitted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The same model, data and DeepSpeed engine as a job, as a plain script: what Octavo's cost is measured against.
+"""The same model, data and DeepSpeed engine as a job, as a plain script.
+
+What Octavo's cost is measured against:
 
     torchrun --nproc-per-node 4 tests/benchmarks/plain_deepspeed.py job.yaml --out steps.json
 
