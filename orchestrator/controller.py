@@ -19,7 +19,13 @@ from typing import Any
 
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.node_groups import NodeGroups, fit, need_of
-from orchestrator.protocol import Acknowledgement, EventDraft, ResumeState, SupervisorBatch
+from orchestrator.protocol import (
+    Acknowledgement,
+    EventDraft,
+    JobHistory,
+    ResumeState,
+    SupervisorBatch,
+)
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Problem, Source, SpecError
 from orchestrator.store import JobRow, Store
@@ -126,6 +132,10 @@ class Controller:
         resume = self.store.begin_attempt(job, reason, self._clock())
         self._notify()
         return resume
+
+    def history(self, job: str) -> JobHistory:
+        """All that is stored of a job's past."""
+        return self.store.history(job)
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Store a batch in one transaction."""

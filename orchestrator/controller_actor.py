@@ -21,6 +21,7 @@ from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
     Acknowledgement,
+    JobHistory,
     ResumeState,
     SupervisorBatch,
 )
@@ -85,6 +86,10 @@ class ControllerActor:
     def next_attempt(self, job: str, reason: str) -> ResumeState:
         """``ControllerPort.next_attempt``."""
         return self._controller.next_attempt(job, reason)
+
+    def history(self, job: str) -> JobHistory:
+        """``ControllerPort.history``."""
+        return self._controller.history(job)
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """``ControllerPort.report``."""

@@ -21,7 +21,7 @@ from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.notices import Notice, decided
 from orchestrator.outbox import Outbox, Told
-from orchestrator.protocol import EventDraft, ResumeState
+from orchestrator.protocol import EventDraft, JobHistory, ResumeState
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,25 @@ class RunLog(Protocol):
 class Journal:
     """The supervisor's side of the job's history."""
 
-    def __init__(self, resume: ResumeState, outbox: Outbox, run_log: RunLog | None = None) -> None:
+    def __init__(
+        self,
+        resume: ResumeState,
+        outbox: Outbox,
+        run_log: RunLog | None = None,
+        history: JobHistory | None = None,
+    ) -> None:
+        """``history``: what earlier supervisors of the job told."""
+        past = history or JobHistory()
         self._resume = resume
         self._outbox = outbox
         self._run_log = run_log
-        self._light: deque[StepRecord] = deque(maxlen=LIGHT_RECORDS)
+        self._light: deque[StepRecord] = deque(
+            map(StepRecord.from_json, past.steps), maxlen=LIGHT_RECORDS
+        )
         self._whole: deque[StepRecord] = deque()
-        self._incidents: list[Mapping[str, Any]] = []
+        self._incidents: list[Mapping[str, Any]] = list(past.incidents)
         self._actions: list[Mapping[str, Any]] = [action.to_json() for action in resume.actions]
-        self._events: list[Mapping[str, Any]] = []
+        self._events: list[Mapping[str, Any]] = list(past.events)
 
     @property
     def refused(self) -> str | None:
@@ -111,7 +121,7 @@ class Journal:
         self._outbox.begin(attempt)
 
     def view(self, state: JobState) -> JobView:
-        """The job as this supervisor saw it."""
+        """The job as its supervisors saw it."""
         return JobView(
             job=self._resume.job,
             state=state.word,

@@ -106,11 +106,26 @@ class ResumeState:
     """Hex id of the job's placement group."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobHistory:
+    """What earlier supervisors of a job told, for a report of all of it."""
+
+    steps: tuple[Mapping[str, Any], ...] = ()
+    """``StepRecord.to_json()`` without per-tensor statistics, in the order they were stored."""
+    incidents: tuple[Mapping[str, Any], ...] = ()
+    """``Incident.to_json()``."""
+    events: tuple[Mapping[str, Any], ...] = ()
+    """Fields of ``EventDraft``."""
+
+
 class ControllerPort(Protocol):
     """The controller as a supervisor sees it (over Ray calls)."""
 
     def next_attempt(self, job: str, reason: str) -> ResumeState:
         """Allocate the next attempt, durably, and say what it starts from."""
+
+    def history(self, job: str) -> JobHistory:
+        """All that is stored of a job's past."""
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Store a batch in one transaction; refused for an attempt that is not the current one."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import BatchRefusedError, batch_numbers, replicas
 from orchestrator.spec_errors import Finding, KeyPath, value_at
+from parallel.deepspeed_config import REFUSED
 
 OWNED = {
     "optimizer": "training.lr, betas, eps and weight_decay",
@@ -40,8 +41,6 @@ MERGED = (
     "zero_optimization",
     "bf16",
     "data_types",
-    "prescale_gradients",
-    "gradient_predivide_factor",
     "steps_per_print",
     "wall_clock_breakdown",
     "memory_breakdown",
@@ -57,7 +56,6 @@ MERGED = (
     "timers",
     "compile",
     "aio",
-    "torch_autocast",
 )
 """Keys of DeepSpeed's configuration that may be merged in."""
 
@@ -69,15 +67,24 @@ def check_deepspeed(spec: JobSpec) -> Iterator[Finding]:
         path: KeyPath = ("deepspeed", key)
         if key in OWNED:
             yield Finding(path, "is written by Octavo", f"use {OWNED[key]} instead")
-        elif key not in MERGED:
+        elif key not in MERGED and key not in REFUSED:
             near = difflib.get_close_matches(key, [*MERGED, *OWNED], n=1, cutoff=0.6)
             remedy = f"did you mean {near[0]!r}?" if near else ""
             yield Finding(path, "is no key of DeepSpeed's configuration that Octavo knows", remedy)
+    yield from _refused_by_engine(spec)
     for path, field, wanted in _equivalents(spec):
         value = value_at(given, path)
         if value is not None and value != wanted:
             message = f"contradicts {field}: {wanted}"
             yield Finding(("deepspeed", *path), message, f"leave it out, or change {field}")
+
+
+def _refused_by_engine(spec: JobSpec) -> Iterator[Finding]:
+    """What the engine itself would refuse once nodes are taken, where no rule above says it."""
+    for key, reason in REFUSED.items():
+        path = tuple(key.split("."))
+        if path[0] not in OWNED and value_at(spec.deepspeed, path) is not None:
+            yield Finding(("deepspeed", *path), "can't be honoured", reason)
 
 
 def _equivalents(spec: JobSpec) -> Iterator[tuple[KeyPath, str, object]]:
@@ -101,4 +108,3 @@ def _equivalents(spec: JobSpec) -> Iterator[tuple[KeyPath, str, object]]:
     yield ("zero_optimization", "stage"), "parallelism.zero_stage", spec.parallelism.zero_stage
     yield ("bf16", "enabled"), "the engine's own", True
     yield ("data_types", "grad_accum_dtype"), "the engine's own", "fp32"
-    yield ("torch_autocast", "enabled"), "the engine's own", False

@@ -24,6 +24,7 @@ from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_stat
 from orchestrator.protocol import (
     Acknowledgement,
     EventDraft,
+    JobHistory,
     NodeSlot,
     ResumeState,
     SupervisorBatch,
@@ -273,6 +274,24 @@ class Store:
         with self._read() as db:
             rows = db.execute(_page(actions, job, 0, None)).mappings()
             return [Action.from_json(json.loads(row["body"])) for row in rows]
+
+    def history(self, job: str) -> JobHistory:
+        """All of a job's past but its per-tensor statistics."""
+        with self._read() as db:
+            bodies = db.execute(_page(steps, job, 0, None)).mappings()
+            past = tuple({**json.loads(row["body"]), "tensors": {}} for row in bodies)
+            rows = db.execute(_page(events, job, 0, None)).mappings()
+            told = tuple(
+                {
+                    "kind": row["kind"],
+                    "time": row["time"],
+                    "message": row["message"],
+                    "detail": json.loads(row["detail"]),
+                }
+                for row in rows
+            )
+        seen = tuple(incident.to_json() for incident in self.incidents(job))
+        return JobHistory(past, seen, told)
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

@@ -41,7 +41,7 @@ from orchestrator.journal import Journal, RunLog
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.lost_ranks import died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, FencedError, Outbox
-from orchestrator.protocol import ControllerPort, ResumeState
+from orchestrator.protocol import ControllerPort, JobHistory, ResumeState
 from orchestrator.recovery import decide, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
 from orchestrator.spec import JobSpec
@@ -99,6 +99,7 @@ class Supervision:
         *,
         now: float,
         run_log: RunLog | None = None,
+        history: JobHistory | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Starts the workers of the first attempt."""
@@ -108,7 +109,8 @@ class Supervision:
         self._sleep = sleep
         self._spec = resume.spec
         self._world = world_size(resume)
-        self._journal = Journal(resume, Outbox(controller, resume.job, resume.attempt), run_log)
+        outbox = Outbox(controller, resume.job, resume.attempt)
+        self._journal = Journal(resume, outbox, run_log, history)
         num_to_keep = resume.spec.checkpoint.num_to_keep
         self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world)
         self._bank = _bank(resume)

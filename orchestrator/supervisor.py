@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.commands import Report
 from launch.worker_group import WorkerGroup
+from monitoring.records import StepRecord
 from monitoring.wandb_run import WandbRun
 from orchestrator.journal import RunLog
 from orchestrator.outbox import ControllerUnreachableError
@@ -22,6 +23,7 @@ from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
     Acknowledgement,
+    JobHistory,
     ResumeState,
     SupervisorBatch,
 )
@@ -45,6 +47,11 @@ class RayController:
         """Raises ControllerUnreachableError, or what the controller raised."""
         resume: ResumeState = self._call("next_attempt", job, reason)
         return resume
+
+    def history(self, job: str) -> JobHistory:
+        """Raises ControllerUnreachableError, or what the controller raised."""
+        past: JobHistory = self._call("history", job)
+        return past
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Raises ControllerUnreachableError, or what the controller raised."""
@@ -81,8 +88,15 @@ class Supervisor:
         try:
             me = ray.get_runtime_context().current_actor
             group = WorkerGroup(resume.job, me, on_gpu=resume.spec.gpus_per_node is not None)
+            controller = RayController()
+            past = history(controller, resume)
             self._supervision = Supervision(
-                resume, RayController(), group, now=time.time(), run_log=run_log(resume)
+                resume,
+                controller,
+                group,
+                now=time.time(),
+                run_log=run_log(resume, past),
+                history=past,
             )
             if self._stop_reason is not None:
                 self._supervision.ask_stop(self._stop_reason)
@@ -119,12 +133,28 @@ class Supervisor:
             supervision.close()
 
 
-def run_log(resume: ResumeState) -> RunLog | None:
+def history(controller: RayController, resume: ResumeState) -> JobHistory:
+    """What earlier supervisors told; empty, with a warning, when it can't be had."""
+    if resume.step < 0 and not resume.actions:
+        return JobHistory()
+    try:
+        return controller.history(resume.job)
+    except Exception:
+        # The report would be short of the job's beginning; training need not wait for that.
+        logger.exception("the past of %s could not be read", resume.job)
+        return JobHistory()
+
+
+def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
     """The job's W&B run; None when there can't be one, for training goes on without."""
     try:
         spec = resume.spec.model_dump(mode="json")
         run = WandbRun(resume.spec.wandb, resume.job, Path(resume.job_dir), spec)
-        run.start(actions=[action.to_json() for action in resume.actions])
+        run.start(
+            steps=[StepRecord.from_json(row) for row in past.steps],
+            incidents=past.incidents,
+            actions=[action.to_json() for action in resume.actions],
+        )
     except Exception:
         logger.exception("no W&B run for %s", resume.job)
         return None

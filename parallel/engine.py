@@ -273,6 +273,9 @@ def build_engine(
     )
     # With error feedback the residuals are state, also before the first exchange.
     exchanges[0].reserve(engine.optimizer.fp32_groups_gradients_flat[0].numel())
+    if gradient_exchange.error_feedback:
+        # The residual is state: a snapshot of the first step must hold it.
+        exchanges[0].reserve(engine.optimizer.fp32_groups_gradients_flat[0].numel())
     groups = _gradient_groups(engine, exchanges, model.num_layers)
     hooks = StepHooks(scope, groups, replicas)
     engine.step_hooks = hooks

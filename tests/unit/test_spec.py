@@ -332,3 +332,24 @@ def test_the_demo_job_is_valid_and_complete() -> None:
 
 def test_linear_names_are_those_of_the_model() -> None:
     assert LINEARS == ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"prescale_gradients": True}, "deepspeed.prescale_gradients"),
+        ({"torch_autocast": {"enabled": True}}, "deepspeed.torch_autocast"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "deepspeed.zero_optimization.offload_optimizer",
+        ),
+        ({"hybrid_engine": {"enabled": True}}, "deepspeed.hybrid_engine"),
+    ],
+)
+def test_a_deepspeed_key_that_the_engine_would_refuse_is_refused_with_the_spec(
+    section: dict[str, object], key: str
+) -> None:
+    source = Source("job.yaml", {"name": "x", "slots_per_node": 1, "deepspeed": section}, {})
+    with pytest.raises(SpecError) as refused:
+        spec_of(source)
+    assert [problem.key for problem in refused.value.problems] == [key]

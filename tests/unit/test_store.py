@@ -12,8 +12,10 @@ import pytest
 
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action, PassedOver
+from orchestrator.journal import Journal
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
-from orchestrator.protocol import EventDraft, NodeSlot, SupervisorBatch
+from orchestrator.outbox import ControllerUnreachableError, Outbox
+from orchestrator.protocol import Acknowledgement, EventDraft, NodeSlot, SupervisorBatch
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
 from orchestrator.store import Store, UnknownJobError
@@ -25,6 +27,13 @@ NODE = NodeSlot("ab" * 28, "127.0.0.1", 0, 4)
 def toy_spec(**changes: Any) -> JobSpec:
     data = {"name": "toy", "slots_per_node": 4, "parallelism": {"pipeline": 2}, **changes}
     return spec_of(Source("toy.yaml", data, {}), check_data=False)
+
+
+class Unreachable:
+    """A controller that is away."""
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        raise ControllerUnreachableError("away")
 
 
 @pytest.fixture
@@ -217,6 +226,20 @@ def test_steps_and_incidents_and_actions_come_back_without_loss(store: Store) ->
     assert str(store.incidents(job)) == str([incident])
     assert str(store.actions(job)) == str([decision])
     assert store.job(job).loss is None
+
+
+def test_the_next_supervisors_report_begins_with_the_job(store: Store, tmp_path: Path) -> None:
+    started(store)
+    told = SupervisorBatch(sequence=1, events=(event("hello"),), steps=(step(0), step(1)))
+    assert store.record(JOB, 1, told, 20.0).accepted
+    resume = store.begin_attempt(JOB, "supervisor lost", 21.0)
+    outbox = Outbox(Unreachable(), JOB, resume.attempt)
+    journal = Journal(resume, outbox, history=store.history(JOB))
+    journal.recorded(StepRecord.from_json(step(2, attempt=2)))
+    view = journal.view(JobState.RUNNING)
+    assert [(record.attempt, record.step) for record in view.steps] == [(1, 0), (1, 1), (2, 2)]
+    assert "hello" in [told["message"] for told in view.events]
+    journal.close()
 
 
 def test_the_resume_state_is_the_sum_of_the_stored_actions(store: Store) -> None:
