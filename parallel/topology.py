@@ -74,8 +74,8 @@ def stage_boundaries(costs: Sequence[float], required: Sequence[bool], stages: i
     ``costs`` has one number a layer, in any one unit; every stage gets at least one layer
     that is ``required`` (a transformer layer: a stage of an embedding alone would have no
     linears to watch and almost nothing to do). Returns ``stages + 1`` indices, the first 0
-    and the last ``len(costs)``: stage s holds layers [b[s], b[s + 1]). Of equally good cuts
-    the one with the shortest first stages is taken, so every rank finds the same.
+    and the last ``len(costs)``: stage s holds layers [b[s], b[s + 1]). The answer
+    follows from the arguments alone, so every rank finds the same.
     Raises ValueError when there are fewer required layers than stages.
     """
     if sum(required) < stages:

@@ -238,11 +238,13 @@ class TestState:
     )
     def test_any_walk_back_and_forth_replays_to_the_same_decisions(self, walk):
         base = healthy_trace(300, layers=("layers.0.mlp.down",))
-        stream, at = [], 0
+        stream, at, newest = [], 0, 0
         for timeline, (length, factor) in enumerate(walk):
             part = on(base[at : at + length], timeline)
             stream += [*part[:-1], with_loss(part[-1], factor)]
-            at = max(0, at + length - 7)
+            # Saved are the eight newest past states: no walk goes back beyond the oldest.
+            newest = max(newest, at + length)
+            at = max(0, newest - 7)
         first, second = (DetectorBank(CONFIG, save_every=1) for _ in range(2))
         found = [first.observe(r) for r in stream]
         for record, expected in zip(stream, found, strict=True):
