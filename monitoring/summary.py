@@ -105,6 +105,7 @@ def summarize(view: JobView) -> dict[str, Any]:
     kept, _ = split_timelines(view.steps)
     totals = tally(view)
     steps = kept[-1].step + 1 if kept else 0
+    attempts = max((r.attempt for r in view.steps), default=0)
     step_time = median([r.step_time_s for r in kept]) if kept else None
     tokens = median([r.tokens / r.step_time_s for r in kept if r.step_time_s > 0] or [0.0])
     final = next((r.loss for r in reversed(kept) if not r.skipped), None)
@@ -122,9 +123,10 @@ def summarize(view: JobView) -> dict[str, Any]:
         "step_time_s": _json(step_time),
         "tokens_per_s": _json(tokens) if kept else None,
         "ettr": _json(totals.ettr),
-        "attempts": max((r.attempt for r in view.steps), default=0),
+        "attempts": attempts,
         "rollbacks": totals.rollbacks,
-        "restarts": totals.restarts,
+        # A lost supervisor or cluster costs an attempt too, without an action of the policy.
+        "restarts": max(totals.restarts, attempts - 1),
         "high_precision_layers": list(totals.high_precision_layers),
     }
 

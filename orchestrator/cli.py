@@ -209,7 +209,7 @@ def cancel(
 
 @app.command()
 def resume(job: JobArgument, home: HomeOption = None) -> None:
-    """Let a paused job go on."""
+    """Let a paused, cancelled or failed job go on from its newest checkpoint."""
     queued = _client(home).resume(job, f"resumed by {_user()}")
     print(f"{queued['id']} {queued['state']}")
 

@@ -107,7 +107,10 @@ class Controller:
         return self.store.job(job)
 
     def resume(self, job: str, reason: str) -> JobRow:
-        """Queue a paused job again; raises ``TransitionRefused`` for any other."""
+        """Queue a paused, cancelled or failed job again; else ``TransitionRefused``.
+
+        Its next attempt starts from the newest state that was saved.
+        """
         self.store.change(job, Cause.RESUME_ASKED, reason, self._clock())
         self._notify()
         return self.store.job(job)
@@ -195,7 +198,7 @@ class Controller:
         ordered = sorted(queued, key=lambda r: (-r.priority, r.submitted_at, r.id))
         ahead = ""
         for row in ordered:
-            if ahead:
+            if ahead and self._could_fit(row):
                 self._turn(row, now, partial(self._wait, reason=f"waits behind {ahead}"))
                 continue
             admitted = self._turn(row, now, self._admit_one)

@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class JobState(Enum):
-    """Where a job stands. ``terminal``: nothing follows; ``holds_nodes``: it owns a node group."""
+    """Where a job stands. ``terminal``: it ended; ``holds_nodes``: it owns a node group."""
 
     QUEUED = ("queued", False, False)
     STARTING = ("starting", False, True)
@@ -65,6 +65,9 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
         (re_, Cause.RECOVERED): ru,
         (pa, Cause.RESUME_ASKED): q,
         (pa, Cause.CANCEL_ASKED): JobState.CANCELLED,
+        # What it saved is kept, so a person may change their mind.
+        (JobState.CANCELLED, Cause.RESUME_ASKED): q,
+        (JobState.FAILED, Cause.RESUME_ASKED): q,
     }
     for state in (st, ru, re_):
         table |= {
@@ -103,7 +106,8 @@ class TransitionRefused(ValueError):  # noqa: N818
 
     def __str__(self) -> str:
         if self.state.terminal:
-            return f"the job is {self.state.word} for good ({self.cause.value!r} changes nothing)"
+            again = ", only resume does" if possible_from(self.state) else ""
+            return f"the job is {self.state.word}: {self.cause.value!r} changes nothing{again}"
         possible = ", ".join(
             f"{cause.value} → {after.word}" for cause, after in possible_from(self.state).items()
         )
@@ -115,7 +119,7 @@ class TransitionRefused(ValueError):  # noqa: N818
 
 
 def possible_from(state: JobState) -> dict[Cause, JobState]:
-    """The causes that change ``state``, and to what; empty for a terminal state."""
+    """The causes that change ``state``, and to what."""
     return {cause: after for (before, cause), after in TRANSITIONS.items() if before is state}
 
 

@@ -98,7 +98,7 @@ def test_a_job_is_submitted_listed_shown_and_cancelled(api: TestClient) -> None:
     assert (gone["state"], gone["reason"], gone["settled"]) == ("cancelled", "by test", True)
     again = api.post(f"/v1/jobs/{job['id']}/cancel")
     assert again.status_code == 409
-    assert "cancelled for good" in again.json()["error"]
+    assert "the job is cancelled" in again.json()["error"]
 
 
 def test_problems_of_a_spec_come_with_file_key_value_and_remedy(

@@ -80,7 +80,7 @@ def test_a_job_is_submitted_listed_shown_and_cancelled(
     assert call(["status", "toy", "-o", "json"]) == 103
     assert json.loads(capsys.readouterr().out)["reason"].startswith("cancelled by ")
     assert call(["cancel", job]) == 1
-    assert "cancelled for good" in capsys.readouterr().err
+    assert "the job is cancelled" in capsys.readouterr().err
     assert call(["events", job]) == 0
     assert "submitted from" in capsys.readouterr().out
     assert call(["events", job, "-f"]) == 103

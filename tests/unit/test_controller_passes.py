@@ -226,6 +226,31 @@ def test_a_paused_job_gives_its_nodes_back_and_resumes_with_the_next_attempt(
     assert len(plane.groups.held) == 1
 
 
+def test_a_cancelled_job_goes_on_with_the_next_attempt_when_it_is_resumed(
+    plane: ControlPlane,
+) -> None:
+    job = running(plane)
+    plane.controller.cancel(job, "changed my mind")
+    report(plane, job, JobState.CANCELLED, Cause.ENDED, 2)
+    plane.supervisors.done.add(job)
+    plane.steps(3)
+    assert (plane.state(job), plane.groups.held) == ("cancelled", {})
+    plane.controller.resume(job, "after all")
+    plane.steps(3)
+    assert plane.state(job) == "starting"
+    assert [r.attempt for r in plane.supervisors.started] == [1, 2]
+
+
+def test_what_can_never_fit_fails_at_once_also_behind_a_job_that_waits(
+    plane: ControlPlane,
+) -> None:
+    running(plane)
+    waiting = plane.submit("waiting", slots_per_node=4)
+    too_big = plane.submit("toobig", slots_per_node=400)
+    plane.steps(3)
+    assert (plane.state(waiting), plane.state(too_big)) == ("queued", "failed")
+
+
 def test_one_jobs_exception_is_told_once_and_does_not_stop_the_others(plane: ControlPlane) -> None:
     bad = plane.submit("bad", resources={"priority": 9}, slots_per_node=2)
     good = plane.submit("good", slots_per_node=2)
