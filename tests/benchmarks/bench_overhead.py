@@ -1,6 +1,6 @@
 """A step inside Octavo with everything on, against the plain script under torchrun.
 
-    python -m tests.benchmarks.bench_overhead [--rounds 3] [--steps 120]
+    python -m tests.benchmarks.bench_overhead [--rounds 3] [--steps 240]
 
 The demo's model and layout, without its drill: telemetry every step, snapshots, detectors,
 store, W&B offline and standby workers on one side, nothing of that on the other. The sides
@@ -22,7 +22,7 @@ def main() -> None:
     """Print a line a round, then the median ratio."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=240)
     arguments = parser.parse_args()
     demo = load_spec(ROOT / "deploy/jobs/demo.yaml")
     training = demo.training.model_copy(update={"steps": arguments.steps})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -20,8 +21,6 @@ from orchestrator.spec import JobSpec, spec_data, spec_yaml
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
-WARM_UP = 20
-"""Steps left out of a median: allocators and caches are still filling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Run:
     first_step_s: float
     """From the command to the end of the first step."""
     step_s: float
-    """Median seconds between the ends of successive steps, after the warm-up."""
+    """Median seconds between the ends of successive steps, in the second half of the run."""
     losses: tuple[float, ...]
 
 
@@ -84,7 +83,9 @@ def under_torchrun(spec: JobSpec, folder: Path) -> Run:
 
 
 def _run(began: float, times: list[float], losses: list[float]) -> Run:
-    gaps = [b - a for a, b in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
+    # The first half is the job's start: caches fill, and standby workers import beside it.
+    settled = times[len(times) // 2 :]
+    gaps = [b - a for a, b in itertools.pairwise(settled)]
     step_s = statistics.median(gaps) if gaps else float("nan")
     return Run(times[0] - began, step_s, tuple(losses))
 
