@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     demo = load_spec(ROOT / "deploy/jobs/demo.yaml")
-    training = demo.training.model_copy(update={"steps": 3})
+    training = demo.training.model_copy(update={"steps": 3, "warmup_steps": 0})
     spec = demo.model_copy(update={"training": training, "drills": ()})
     rows = []
     with tempfile.TemporaryDirectory() as folder:
