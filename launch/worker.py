@@ -117,7 +117,12 @@ class Worker:
         _bind_gloo(ray.util.get_node_ip_address())
 
         def deliver(batch: Sequence[Report]) -> None:
-            ray.get(supervisor.report.remote(list(batch)), timeout=REPORT_TIMEOUT_S)
+            try:
+                ray.get(supervisor.report.remote(list(batch)), timeout=REPORT_TIMEOUT_S)
+            except ray.exceptions.ActorDiedError as error:
+                # Told with the next step, long before the watch would see it: what the ranks
+                # train from here on nobody would record.
+                _exit(f"the supervisor is gone: {type(error).__name__}")
 
         with _logging_to(_log_path(assignment)):
             store = None if keeper is None else KeeperStore(keeper)

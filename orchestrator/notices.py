@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.commands import CopyFailed, DrillReport, RestorePoint
+from monitoring.records import Incident
 from orchestrator.actions import Action
 
 
@@ -89,6 +90,16 @@ def copy_refused(point: RestorePoint, error: str) -> Notice:
     )
 
 
+def unrecorded(first: int, last: int) -> Notice:
+    """Steps whose numbers are lost: redoing them would have cost too much."""
+    return Notice(
+        "unrecorded",
+        f"Steps {first} to {last} were trained while no supervisor was there to record them; "
+        "their losses are not known, and no detector has seen them.",
+        {"first": first, "last": last},
+    )
+
+
 def drill(report: DrillReport) -> Notice:
     """A rehearsed fault is about to happen."""
     return Notice(
@@ -96,6 +107,11 @@ def drill(report: DrillReport) -> Notice:
         f"Drill {report.drill} fires on rank {report.rank} before step {report.step}.",
         {"drill": report.drill, "rank": report.rank, "step": report.step},
     )
+
+
+def seen(incident: Incident) -> Notice:
+    """A trouble."""
+    return Notice("incident", incident.message, {"kind": incident.kind, "step": incident.step})
 
 
 def decided(action: Action) -> Notice:

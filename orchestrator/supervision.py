@@ -318,6 +318,8 @@ class Supervision:
         if start > attempt.facts.step + 1:
             # A trend drawn across steps that nobody saw would make a healthy loss a spike.
             self._bank = _new_bank(self._spec)
+            gap = notices.unrecorded(attempt.facts.step + 1, start - 1)
+            self._journal.happened(gap, now)
         self._bank.rewind(start)
         self._group.run(
             assignments(attempt.resume, attempt.facts, attempt.restore, self._group.master())

@@ -117,6 +117,7 @@ def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_next_goes_on(
         assert told["states"][-1] == ("succeeded", "STEPS_DONE"), told["events"]
         started = [e.detail for e in told["events"] if e.kind == "attempt_started"]
         assert started[-1]["tier"] == "memory" and started[-1]["step"] >= 20
+        assert "unrecorded" not in {e.kind for e in told["events"]}, "the ranks went on alone"
         recorded = [(r.attempt, r.step) for r in told["steps"]]
         assert {step for _, step in recorded} == set(range(60)), recorded
 

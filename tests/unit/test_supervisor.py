@@ -372,6 +372,7 @@ class TestLostRanks:
         assert job.ranks.attempts[-1][0].restore == RestorePoint(60, "memory", 1, 0)
         job.train(60)
         assert job.settled().kinds() == []
+        assert job.controller.event("unrecorded").detail == {"first": 23, "last": 59}
 
 
 class TestController:
