@@ -33,6 +33,7 @@ TROUBLES = {
     "amax_saturation": "FP8 saturation",
     "rank_died": "rank died",
     "rank_hung": "rank hung",
+    "supervisor_lost": "supervisor lost",
 }
 
 

@@ -26,6 +26,7 @@ IncidentKind = Literal[
     "amax_saturation",
     "rank_died",
     "rank_hung",
+    "supervisor_lost",
 ]
 
 
@@ -140,7 +141,8 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One trouble, as one detector saw it (or the supervisor, for lost ranks)."""
+    """One trouble, as one detector saw it (or the supervisor, for lost ranks; or the controller,
+    for a lost supervisor)."""
 
     kind: IncidentKind
     detector: str

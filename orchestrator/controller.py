@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
+from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.node_groups import NodeGroups, fit, need_of
+from orchestrator.notices import decided, seen
 from orchestrator.protocol import (
     Acknowledgement,
     EventDraft,
@@ -261,16 +263,26 @@ class Controller:
         return True
 
     def _lost(self, row: JobRow, now: float) -> bool:
-        most = row.spec.recovery.max_restarts
-        if row.attempt > most:
-            reason = f"the supervisor was lost, and recovery.max_restarts = {most} are used"
-            self.store.change(row.id, Cause.ERROR, reason, now)
-        elif row.state is JobState.RECOVERING:
-            # No transition: it is recovering already. The next pass starts the next attempt.
-            draft = EventDraft("supervisor_lost", now, "the supervisor was lost again", {})
-            self.store.note(row.id, draft)
-        else:
-            self.store.change(row.id, Cause.SUPERVISOR_LOST, "the supervisor was lost", now)
+        """Store the loss and its answer; the next pass starts the next attempt, if there is one."""
+        action = supervisor_lost(row, self.store.actions(row.id), now)
+        if action is None:
+            told = "the supervisor was lost after it had decided on the next attempt"
+            self.store.change(row.id, Cause.SUPERVISOR_LOST, told, now)
+            return True
+        incident = action.incidents[0]
+        notices = (seen(incident), decided(action))
+        transition = {
+            "pause": (JobState.PAUSED, Cause.BUDGET_SPENT),
+            "fail": (JobState.FAILED, Cause.ERROR),
+        }.get(action.kind, (JobState.RECOVERING, Cause.SUPERVISOR_LOST))
+        batch = SupervisorBatch(
+            sequence=0,
+            events=tuple(EventDraft(n.kind, now, n.message, n.detail) for n in notices),
+            incidents=(incident.to_json(),),
+            actions=(action,),
+            transition=transition,
+        )
+        self.store.decide(row.id, batch, now)
         return True
 
     def _tend_cancelling(self, row: JobRow, presence: Presence, now: float) -> bool:

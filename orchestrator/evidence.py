@@ -12,7 +12,8 @@ from monitoring.records import Incident, IncidentKind
 from orchestrator.actions import Action, ActionKind, History, Restorable
 from orchestrator.config import RecoveryConfig
 
-LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung"})
+LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung", "supervisor_lost"})
+"""Ranks are gone, or all of them with their supervisor: only another attempt helps."""
 DIVERGENCE: frozenset[IncidentKind] = frozenset({"nonfinite", "loss_spike", "grad_norm_spike"})
 SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation"})
 

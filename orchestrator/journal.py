@@ -19,7 +19,7 @@ from monitoring.job_view import JobView
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.notices import Notice, decided
+from orchestrator.notices import Notice, decided, seen
 from orchestrator.outbox import Outbox, Told
 from orchestrator.protocol import EventDraft, JobHistory, ResumeState
 
@@ -89,10 +89,7 @@ class Journal:
     ) -> None:
         """An action and what it answers; durable on return. Raises FencedError."""
         rows = [incident.to_json() for incident in incidents]
-        events = [
-            self._noted(Notice("incident", i.message, {"kind": i.kind, "step": i.step}), i.time)
-            for i in incidents
-        ]
+        events = [self._noted(seen(incident), incident.time) for incident in incidents]
         events.append(self._noted(decided(action), action.time))
         told = [Told(incident=row) for row in rows]
         told += [Told(event=event) for event in events]

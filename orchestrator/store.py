@@ -249,6 +249,15 @@ class Store:
             db.execute(sa.update(attempts).where(mine).values(sequence=batch.sequence))
         return Acknowledgement(True)
 
+    def decide(self, job: str, batch: SupervisorBatch, time: float) -> None:
+        """Store what the controller itself saw and decided; its number in a row means nothing.
+
+        Raises ``TransitionRefused``, changing nothing.
+        """
+        with self._write() as db:
+            row = _stored_job(db, job)
+            _store_batch(db, row, row["attempt"], batch, time)
+
     # -- what is read back
 
     def events(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:

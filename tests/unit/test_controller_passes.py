@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from monitoring.job_view import JobView
+from monitoring.summary import summarize
 from orchestrator.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.node_groups import Need, NodeCapacity, fit
@@ -119,6 +122,52 @@ def test_a_dead_supervisor_is_replaced_with_the_next_attempt(plane: ControlPlane
     report(plane, job, JobState.RUNNING, Cause.FIRST_STEP)
 
 
+def test_a_lost_supervisor_is_an_incident_with_an_action_that_every_reader_sees(
+    plane: ControlPlane,
+) -> None:
+    job = running(plane)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    (incident,) = plane.store.incidents(job)
+    (action,) = plane.store.actions(job)
+    assert (incident.kind, incident.detector, incident.attempt) == (
+        "supervisor_lost",
+        "controller",
+        1,
+    )
+    assert (action.kind, action.in_place, action.incidents) == ("restart", False, (incident,))
+    assert plane.told(job, "incident") == [
+        "The supervisor of attempt 1 was lost, and its ranks with it."
+    ]
+    assert plane.told(job, "restart") == [action.reason]
+    plane.steps()
+    (resume,) = plane.supervisors.started[1:]
+    assert resume.actions == (action,)
+    rows = {"incidents": [incident.to_json()], "actions": [action.to_json()]}
+    summary = summarize(JobView(job, "running", {}, **rows))
+    assert [i["kind"] for i in summary["incidents"]] == ["supervisor_lost"]
+    assert ([a["kind"] for a in summary["actions"]], summary["restarts"]) == (["restart"], 1)
+
+
+def test_a_supervisor_lost_after_it_decided_on_a_restart_is_not_counted_twice(
+    plane: ControlPlane,
+) -> None:
+    job = running(plane)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    decided = plane.store.actions(job)[0]
+    plane.steps()
+    own = replace(decided, attempt=2)
+    moved = (JobState.RECOVERING, Cause.RANK_LOST)
+    assert plane.controller.report(
+        job, 2, SupervisorBatch(1, actions=(own,), transition=moved)
+    ).accepted
+    plane.supervisors.done.add(job)
+    plane.steps(2)
+    assert plane.store.actions(job) == [decided, own]
+    assert [r.attempt for r in plane.supervisors.started] == [1, 2, 3]
+
+
 def test_supervisors_that_keep_dying_end_the_job_within_its_budget(plane: ControlPlane) -> None:
     job = plane.submit(recovery={"max_restarts": 2})
     for _ in range(12):
@@ -126,8 +175,10 @@ def test_supervisors_that_keep_dying_end_the_job_within_its_budget(plane: Contro
         if job in plane.supervisors.alive:
             plane.supervisors.done.add(job)
     row = plane.store.job(job)
-    assert row.state is JobState.FAILED
-    assert "max_restarts = 2" in row.reason
+    assert row.state is JobState.PAUSED
+    assert "The supervisor of attempt 3 was lost" in row.reason
+    why = [p.why for p in plane.store.actions(job)[-1].passed_over if p.rung == "restart"]
+    assert why == ["2 of recovery.max_restarts = 2 are used"]
     assert [r.attempt for r in plane.supervisors.started] == [1, 2, 3]
     assert plane.groups.held == {}
 

@@ -1,0 +1,52 @@
+"""What the loss of a supervisor means, as an incident with its answer. Pure.
+
+Promises: it is answered by the same ladder as a lost rank, so it counts against the same
+budget, and is told and stored in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monitoring.records import Incident
+from orchestrator.actions import Action, History
+from orchestrator.evidence import is_restart
+from orchestrator.recovery import decide
+from orchestrator.store import JobRow
+
+
+def supervisor_lost(row: JobRow, actions: Sequence[Action], now: float) -> Action | None:
+    """The answer to the loss of ``row``'s supervisor; the incident is in it.
+
+    ``actions``: all of the job's, oldest first. None: the supervisor had stored a restart
+    of this attempt, so its loss changes nothing.
+    """
+    if actions and actions[-1].attempt == row.attempt and is_restart(actions[-1]):
+        return None
+    step = max(row.step, 0)
+    incident = Incident(
+        kind="supervisor_lost",
+        detector="controller",
+        attempt=row.attempt,
+        timeline=row.timeline,
+        step=step,
+        onset_step=step,
+        time=now,
+        message=f"The supervisor of attempt {row.attempt} was lost, and its ranks with it.",
+    )
+    history = History(
+        attempt=row.attempt,
+        timeline=row.timeline,
+        step=row.step,
+        time=now,
+        actions=tuple(actions),
+        # What the ranks held in their own memory is gone with them.
+        restorable=(),
+        precision={},
+        fp8_layers=(),
+        lr_scale=1.0,
+        ledger=(),
+        batches={},
+        last_incident_step=None,
+    )
+    return decide([incident], history, row.spec.recovery)
