@@ -25,7 +25,9 @@ class Tally:
     """Returns to an earlier step within an attempt."""
     restarts: int = 0
     steps_lost: int = 0
-    """Steps whose work was undone, by a rollback or a restart."""
+    """Recorded steps whose work was done again, after a rollback or a restart. What a rank
+    had begun and nobody recorded is not counted: nothing of it could have been kept. This is
+    the definition; events and W&B say the same number."""
     steps_skipped: int = 0
     """Steps whose update was left out."""
     recover_times_s: list[float] = field(default_factory=list)

@@ -65,10 +65,6 @@ class AttemptState:
             lr_scale=action.lr_scale,
         )
 
-    def newest_seen(self) -> int:
-        """Newest step that any rank has reported."""
-        return max(self.merger.newest_seen, self.facts.step)
-
     def step_limit_s(self) -> float:
         """Seconds that the next step may take."""
         return step_timeout_s(self._policy, self.step_times)

@@ -12,6 +12,7 @@ from typing import Any
 from launch.commands import CopyFailed, DrillReport, RestorePoint
 from monitoring.records import Incident
 from orchestrator.actions import Action
+from orchestrator.way_back import WayBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,16 @@ def training(attempt: int, step: int) -> Notice:
     )
 
 
-def recovered(action: Action, seconds: float, step: int, lost: int) -> Notice:
-    """A step followed a way back."""
+def recovered(way: WayBack, now: float, step: int) -> Notice:
+    """``step`` followed a way back; ``steps_lost`` is what ``monitoring.summary`` counts."""
+    seconds, lost = now - way.detected, way.steps_lost(step)
     return Notice(
         "recovered",
-        f"Recovered by {action.kind} in {seconds:.2f} s: step {step} is done again, "
-        f"{lost} steps were lost.",
+        f"Recovered by {way.words} in {seconds:.2f} s: training goes on at step {step}, "
+        f"{lost} step{'s' * (lost != 1)} {'are' if lost != 1 else 'is'} done again.",
         {
-            "action": action.kind,
-            "in_place": action.in_place,
+            "action": way.actions[-1].kind,
+            "in_place": all(action.in_place for action in way.actions),
             "time_to_recover_s": seconds,
             "steps_lost": lost,
             "step": step,

@@ -45,6 +45,7 @@ from orchestrator.protocol import ControllerPort, JobHistory, ResumeState
 from orchestrator.recovery import decide, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
 from orchestrator.spec import JobSpec
+from orchestrator.way_back import joined, left_open
 
 logger = logging.getLogger(__name__)
 
@@ -78,16 +79,6 @@ class Ending:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class WayBack:
-    """A rollback or restart that no step has followed yet."""
-
-    action: Action
-    detected: float
-    newest_seen: int
-    """Newest step that any rank had reported."""
-
-
 class Supervision:
     """One job from one ``ResumeState`` to its end, over as many attempts as that takes."""
 
@@ -115,7 +106,7 @@ class Supervision:
         self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world)
         self._bank = _bank(resume)
         self._refused: set[RestorePoint] = set()
-        self._ways_back: list[WayBack] = []
+        self._way_back = left_open(resume)
         self._stop_reason: str | None = None
         self._ending: Ending | None = None
         self._attempt = AttemptState(resume, self._world, now)
@@ -216,11 +207,10 @@ class Supervision:
 
     def _followed(self, record: StepRecord, first: bool, now: float) -> None:
         """Says so when a step is the first one after a start or a way back."""
-        ways, self._ways_back = self._ways_back, []
+        way, self._way_back = self._way_back, None
         told = [notices.training(record.attempt, record.step)] if first else []
-        for way in ways:
-            lost = max(0, way.newest_seen + 1 - record.step)
-            told.append(notices.recovered(way.action, now - way.detected, record.step, lost))
+        if way is not None:
+            told.append(notices.recovered(way, now, record.step))
         cause = Cause.FIRST_STEP if first else Cause.RECOVERED
         for notice in told:
             last = notice is told[-1]
@@ -239,7 +229,7 @@ class Supervision:
             lost = any(incident.kind in LOST_RANK for incident in incidents)
             transition = (JobState.RECOVERING, Cause.RANK_LOST if lost else Cause.INCIDENT)
         self._journal.decided(action, incidents, transition, self._bank.state_dict())
-        way = WayBack(action, now, attempt.newest_seen())
+        way = joined(self._way_back, action, now, attempt.facts.step)
         attempt.facts.apply(action)
         match action.kind:
             case "skip_step":
@@ -251,10 +241,10 @@ class Supervision:
                     self._go_back(action, now)
                 self._stop(now, JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
             case _ if action.in_place:
-                self._ways_back.append(way)
+                self._way_back = way
                 self._go_back(action, now)
             case _:
-                self._ways_back.append(way)
+                self._way_back = way
                 self._next_attempt(action.reason, now)
 
     def _calm(self, now: float) -> None:

@@ -8,12 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from launch.commands import Command, RankReport, RestorePoint, Rollback, SetPrecision, Stop
 from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey
+from monitoring.job_view import JobView
+from monitoring.records import StepRecord
+from monitoring.summary import summarize
+from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.supervision import BLAME_S, STOP_S, Phase
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Script
 
@@ -228,6 +233,47 @@ class TestLostRanks:
         assert job.controller.states[-1] == ("running", "FIRST_STEP")
         assert job.controller.event("recovered").detail["steps_lost"] == 23 - 20
 
+    def test_a_rank_that_dies_during_a_restart_is_part_of_the_same_recovery(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(23)
+        job.ranks.lose(1)
+        job.step()
+        job.ranks.lose(0)
+        job.step()
+        job.train(1)
+        told = job.settled()
+        assert told.kinds() == ["restart", "restart"]
+        (recovered,) = [e for e in told.events if e.kind == "recovered"]
+        assert recovered.detail["steps_lost"] == 23 - 20
+        assert recovered.detail["time_to_recover_s"] == pytest.approx(0.3)
+
+    def test_steps_lost_are_the_recorded_ones_as_in_the_summary(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        reports: list[Any] = []
+        job.ranks.deliver = reports.extend
+        job.ranks.train()
+        job.supervision.deliver(
+            [r for r in reports if getattr(r, "rank", 1) == 0]  # rank 1 dies before it reports
+        )
+        job.step()
+        job.ranks.lose(1)
+        job.ranks.deliver = job.supervision.deliver
+        job.step()
+        job.train(5)
+        told = job.settled()
+        view = JobView(
+            "scripted-000001",
+            "running",
+            {},
+            steps=[StepRecord.from_json(step) for step in told.steps],
+            actions=[action.to_json() for action in told.actions],
+        )
+        lost = summarize(view)["steps_lost"]
+        assert told.event("recovered").detail["steps_lost"] == lost == 23 - 20
+
     def test_a_healthy_group_is_not_ended(self, bench: Make) -> None:
         job = bench()
         job.train(23)
@@ -343,6 +389,21 @@ class TestLostRanks:
         assert first.precision == {LAYERS[1]: "bf16"} and first.ledger == (22,)
         job.train(10)
         assert job.settled().kinds() == ["layer_fallback"], "its detectors know what they knew"
+
+    def test_the_recovery_from_a_lost_supervisor_is_told_by_the_next_one(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        job.settled()
+        job.supervision.close()
+        row = SimpleNamespace(attempt=1, timeline=0, step=22, spec=job.controller.spec)
+        lost = supervisor_lost(row, [], job.now)  # type: ignore[arg-type]
+        assert lost is not None
+        job.controller.actions.append(lost)
+        job.take_over(job.controller.next_attempt("scripted-000001", lost.reason))
+        job.train(1)
+        detail = job.settled().event("recovered").detail
+        assert (detail["action"], detail["steps_lost"]) == ("restart", 23 - 20)
+        assert detail["time_to_recover_s"] == pytest.approx(0.2)
 
     def test_copies_of_steps_that_nobody_recorded_are_not_taken(self, bench: Make) -> None:
         job = bench()
