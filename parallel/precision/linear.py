@@ -27,6 +27,7 @@ from parallel.config import Precision
 from parallel.precision import kernels
 from parallel.precision.quantize import Quantized, TensorSlot
 from parallel.precision.recipes import Role
+from parallel.tensor import Shard, mark_sharded
 
 
 def scaled_product(
@@ -55,12 +56,28 @@ def _bf16(x: Tensor) -> Tensor:
 
 
 class BF16Linear(nn.Linear):
-    """A linear that stays in BF16 throughout."""
+    """A linear that stays in BF16 throughout; features are those of this rank's shard."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
+        self.shard = shard
+        if shard is not None:
+            mark_sharded(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Linear``; with a shard, the whole matrix's outputs or this rank's of them."""
+        return self._own(input) if self.shard is None else self.shard.run(self._own, input)
+
+    def _own(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
 
 
 class Float8Linear(nn.Linear):
@@ -81,12 +98,19 @@ class Float8Linear(nn.Linear):
         dtype: torch.dtype,
         device: torch.device,
         bind: Callable[[], object],
+        shard: Shard | None = None,
     ) -> None:
-        """``bind`` has this layer's ``slots`` set; it is called at the first forward."""
+        """``bind`` has this layer's ``slots`` set; it is called at the first forward.
+
+        With ``shard`` the features are those of this rank's part of the matrix.
+        """
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
         self.name = name
         self.current: Precision = "fp8"
         self.slots: dict[Role, TensorSlot] | None = None
+        self.shard = shard
+        if shard is not None:
+            mark_sharded(self.weight)
         self._bind = bind
         self._weight_q: Quantized | None = None
         self._weight_seen = False
@@ -95,6 +119,10 @@ class Float8Linear(nn.Linear):
         """``input @ weight.T``; [..., in_features] → [..., out_features], dtype of ``input``."""
         if self.slots is None:
             self._bind()
+        return self._own(input) if self.shard is None else self.shard.run(self._own, input)
+
+    def _own(self, input: Tensor) -> Tensor:
+        """The product of this rank's shard alone."""
         if self.current == "fp8":
             return _Float8Product.apply(input, self.weight, self)
         if self.training:

@@ -26,6 +26,7 @@ from parallel.precision.formats import FORMATS
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.quantize import COUNTERS, TensorSlot
 from parallel.precision.recipes import ROLES
+from parallel.tensor import ShardKind, TensorGroup, shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,11 @@ class PrecisionScope:
         *,
         num_layers: int,
         device: torch.device | str = "cpu",
+        tensor: TensorGroup | None = None,
         compiled: bool = True,
     ) -> None:
-        """``num_layers`` is the whole model's, ``precision`` what the job asks for.
+        """``num_layers`` is the whole model's, ``precision`` what the job asks for, ``tensor``
+        the ranks that share this rank's matrices.
 
         With ``compiled`` the casts on CPU are the C ones where a compiler is found; the
         numbers are the same. Raises ValueError for a ``high_precision_layers`` pattern that
@@ -53,6 +56,7 @@ class PrecisionScope:
         """
         self.recipe = recipes.expand(config)
         self.device = torch.device(device)
+        self.tensor = tensor
         self._high_precision = config.high_precision_layers
         self._job_precision: Precision = precision
         self._num_layers = num_layers
@@ -72,8 +76,12 @@ class PrecisionScope:
         out_features: int,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        shard: ShardKind | None = None,
     ) -> nn.Module:
         """Create and register a bias-free linear; ``name`` as ``layers.3.mlp.down``.
+
+        The features are the whole matrix's; with ``shard`` and tensor ranks the module holds
+        this rank's part of it.
 
         In a BF16 job, and where ``high_precision_layers`` says so, it is a plain one whose
         precision is fixed (``fixed_layers``). All linears are made before the first forward:
@@ -81,16 +89,27 @@ class PrecisionScope:
         """
         if name in self._linears or name in self._fixed:
             raise ValueError(f"linear {name!r} is registered already")
+        part = shard_of(self.tensor, shard)
+        if part is not None:
+            in_features, out_features = part.features(name, in_features, out_features)
         fixed = self._job_precision == "bf16" or recipes.is_high_precision(
             name, self._high_precision, self._num_layers
         )
         if fixed:
             self._fixed.append(name)
-            return BF16Linear(in_features, out_features, dtype=dtype, device=self.device)
+            return BF16Linear(
+                in_features, out_features, dtype=dtype, device=self.device, shard=part
+            )
         if self._state is not None:
             raise ValueError(f"linear {name!r} comes after the scaling state was laid out")
         layer = Float8Linear(
-            name, in_features, out_features, dtype=dtype, device=self.device, bind=self._packed
+            name,
+            in_features,
+            out_features,
+            dtype=dtype,
+            device=self.device,
+            bind=self._packed,
+            shard=part,
         )
         self._linears[name] = layer
         return layer
