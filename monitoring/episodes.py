@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monitoring.job_view import JobView, Row
+from monitoring.job_view import JobView, Row, landing
 from monitoring.records import StepRecord
 
 HEADLINES = {
@@ -47,6 +47,8 @@ class Episode:
     time: float
     incidents: tuple[Row, ...]
     action: Row | None
+    to_step: int | None = None
+    """Step that was gone back to, once that is known."""
 
     @property
     def trouble(self) -> str:
@@ -63,9 +65,12 @@ class Episode:
         where = "" if self.to_step is None else f" to step {self.to_step}"
         return HEADLINES[kind].format(where=where) if kind in HEADLINES else kind
 
-    @property
-    def to_step(self) -> int | None:
-        return None if self.action is None else self.action.get("to_step")
+
+def _to_step(view: JobView, action: Row | None) -> int | None:
+    if action is None:
+        return None
+    found = landing(view, action)
+    return found.step if found else action.get("to_step")
 
 
 def _key(incident: Row) -> tuple[object, ...]:
@@ -89,7 +94,9 @@ def episodes(view: JobView) -> list[Episode]:
         found.append((float(group[0]["time"]), int(group[0]["step"]), tuple(group), None))
     found.sort(key=lambda entry: entry[0])
     return [
-        Episode(i, min([s, *(int(r["step"]) for r in rows)]), time, rows, action)
+        Episode(
+            i, min([s, *(int(r["step"]) for r in rows)]), time, rows, action, _to_step(view, action)
+        )
         for i, (time, s, rows, action) in enumerate(found, 1)
     ]
 

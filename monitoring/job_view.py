@@ -78,6 +78,34 @@ class JobView:
         return [Incident.from_json(row) for row in self.incidents]
 
 
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Where an action that goes back took the state from."""
+
+    step: int
+    tier: str
+    """``ring``: each rank's own memory, without a restart; ``memory``: a keeper's copy;
+    ``disk``: a checkpoint; ``seed``: from the beginning."""
+
+
+def landing(view: JobView, action: Row) -> Landing | None:
+    """Where ``action`` went back to; None where it didn't, or its attempt hasn't started yet.
+
+    A restart is stored before its copies are looked at, so the place is in the event with
+    which the next attempt began.
+    """
+    if action["kind"] not in GOES_BACK:
+        return None
+    if action["kind"] != "restart" and action.get("in_place", True):
+        return Landing(int(action["to_step"]), "ring")
+    for event in view.events:
+        detail = event.get("detail", {})
+        started = event["kind"] == "attempt_started" and "tier" in detail
+        if started and detail.get("attempt") == int(action["attempt"]) + 1:
+            return Landing(int(detail["step"]), str(detail["tier"]))
+    return None
+
+
 def split_timelines(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
     """(kept, abandoned), each in recorded order; ``kept`` has rising step numbers.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitoring.detectors.baseline import median
-from monitoring.job_view import GOES_BACK, JobView, Row, split_timelines
+from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
 from monitoring.records import StepRecord, encode_float
 
 
@@ -118,7 +118,7 @@ def summarize(view: JobView) -> dict[str, Any]:
         "steps_planned": view.section("training", "steps"),
         "final_loss": _json(final),
         "incidents": [_short_incident(row) for row in view.incidents],
-        "actions": [_short_action(row) for row in view.actions],
+        "actions": [_short_action(view, row) for row in view.actions],
         "steps_lost": totals.steps_lost,
         "steps_skipped": totals.steps_skipped,
         "time_to_recover_s": _json(totals.time_to_recover_s),
@@ -127,7 +127,7 @@ def summarize(view: JobView) -> dict[str, Any]:
         "ettr": _json(totals.ettr),
         "attempts": attempts,
         "rollbacks": totals.rollbacks,
-        # A lost supervisor or cluster costs an attempt too, without an action of the policy.
+        # A job that was resumed has had an attempt more, without an action of the policy.
         "restarts": max(totals.restarts, attempts - 1),
         "high_precision_layers": list(totals.high_precision_layers),
     }
@@ -145,9 +145,13 @@ def _short_incident(row: Row) -> dict[str, Any]:
     return short
 
 
-def _short_action(row: Row) -> dict[str, Any]:
+def _short_action(view: JobView, row: Row) -> dict[str, Any]:
+    """The action; of a restart, ``to_step`` is where the next attempt really started."""
     keys = ("kind", "attempt", "timeline", "step", "time", "reason", "to_step", "lr_scale")
     short: dict[str, Any] = {key: row.get(key) for key in keys}
+    found = landing(view, row)
+    short["to_step"] = found.step if found else row.get("to_step")
+    short["tier"] = found.tier if found else None
     precision: Mapping[str, str] = row.get("precision", {})
     short["precision"] = dict(precision)
     short["skip_batches"] = list(row.get("skip_batches", ()))

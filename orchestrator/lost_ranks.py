@@ -32,9 +32,8 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
     causes = first_causes(ends)
     by_error: dict[str, list[int]] = {}
     for end in causes:
-        by_error.setdefault(f"{'died' if end.how == 'lost' else 'raised'}: {end.error}", []).append(
-            end.rank
-        )
+        how = "died" if end.how == "lost" else "raised"
+        by_error.setdefault(f"{how}: {end.error.rstrip('. ')}", []).append(end.rank)
     told = "; ".join(f"{ranks_told(ranks)} {error}" for error, ranks in by_error.items())
     own_error = any(
         end.how == "raised"

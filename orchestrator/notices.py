@@ -76,9 +76,10 @@ def checkpoint(step: int, failed: str) -> Notice:
 
 def copy_failed(report: CopyFailed) -> Notice:
     """A rank could not copy its state."""
+    why = report.error.rstrip(". ")
     return Notice(
         "copy_failed",
-        f"Rank {report.rank} has no {report.tier} copy of step {report.step}: {report.error}",
+        f"Rank {report.rank} has no {report.tier} copy of step {report.step}: {why}.",
         {"rank": report.rank, "step": report.step, "tier": report.tier},
     )
 
@@ -87,7 +88,7 @@ def copy_refused(point: RestorePoint, error: str) -> Notice:
     """A copy could not be loaded; the next attempt leaves it out."""
     return Notice(
         "copy_refused",
-        f"The {point.tier} copy of step {point.step} is left out: {error}",
+        f"The {point.tier} copy of step {point.step} is left out: {error.rstrip('. ')}.",
         {"step": point.step, "tier": point.tier},
     )
 

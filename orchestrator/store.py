@@ -182,7 +182,9 @@ class Store:
             started = {"job": job, "attempt": number, "reason": reason, "started_at": time}
             db.execute(sa.insert(attempts).values(started))
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(attempt=number))
-            draft = EventDraft("attempt", time, f"attempt {number}: {reason}", {"attempt": number})
+            # Why in full is in the action's event, where a restart has one.
+            told = f"attempt {number}: {reason.partition(': ')[0].rstrip('.')}"
+            draft = EventDraft("attempt", time, told, {"attempt": number})
             _add_event(db, job, number, draft)
         return self.resume_state(job)
 
@@ -376,8 +378,13 @@ def _set_state(
     reason: str,
     time: float,
     detail: Mapping[str, Any],
+    *,
+    brief: bool = False,
 ) -> None:
-    """Write a transition that the table allows, with its event; none if nothing changes."""
+    """Write a transition that the table allows, with its event; none if nothing changes.
+
+    ``brief``: another event has told the reason; this one says the cause only.
+    """
     if row["state"] == after.word:
         return
     values: dict[str, Any] = {"state": after.word, "reason": reason}
@@ -387,7 +394,7 @@ def _set_state(
         values["ended_at"] = time
     db.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(values))
     told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
-    message = f"{after.word}: {reason}" if reason else f"{after.word}: {cause.value}"
+    message = f"{after.word}: {cause.value if brief or not reason else reason}"
     _add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
 
 
@@ -447,4 +454,5 @@ def _store_batch(
         cause = batch.transition[1]
         after = next_state(state_named(row["state"]), cause)
         told = [e.message for e in batch.events] or [a.reason for a in batch.actions]
-        _set_state(db, row, cause, after, told[-1] if told else cause.value, time, {})
+        reason = told[-1] if told else cause.value
+        _set_state(db, row, cause, after, reason, time, {}, brief=bool(batch.events))

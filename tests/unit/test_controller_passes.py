@@ -149,6 +149,18 @@ def test_a_lost_supervisor_is_an_incident_with_an_action_that_every_reader_sees(
     assert ([a["kind"] for a in summary["actions"]], summary["restarts"]) == (["restart"], 1)
 
 
+def test_a_reason_is_told_once_and_kept_with_the_job(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.supervisors.done.add(job)
+    plane.steps(2)
+    (action,) = plane.store.actions(job)
+    told = [e["message"] for e in plane.store.events(job)]
+    assert sum("The supervisor of attempt 1" in message for message in told) == 2
+    assert told[-1] == "attempt 2: Restart from the newest state that all ranks have"
+    assert plane.told(job, "state")[-1] == "recovering: supervisor lost"
+    assert plane.store.job(job).reason == action.reason
+
+
 def test_a_supervisor_lost_after_it_decided_on_a_restart_is_not_counted_twice(
     plane: ControlPlane,
 ) -> None:

@@ -102,8 +102,13 @@ class TestSummary:
         restart = {"kind": "restart", "attempt": 1, "timeline": 0, "step": 49, "to_step": None,
                    "time": steps[-1].time + 0.6, "reason": "Rank 3 died.", "in_place": False,
                    "incidents": [death]}  # fmt: skip
-        view = JobView("a-1", "running", {}, [*steps, *again], [death], [restart])
+        started = {"kind": "attempt_started", "time": death["time"] + 2.0, "message": "",
+                   "detail": {"attempt": 2, "step": 40, "tier": "memory"}}  # fmt: skip
+        view = JobView("a-1", "running", {}, [*steps, *again], [death], [restart], [started])
         summary = summarize(view)
+        (action,) = summary["actions"]
+        assert (action["to_step"], action["tier"]) == (40, "memory")
+        assert episodes(view)[0].answer == "Restarted the ranks to step 40"
         assert (summary["restarts"], summary["rollbacks"]) == (1, 0)
         assert (summary["attempts"], summary["steps_lost"]) == (2, 10)
         assert summary["time_to_recover_s"] == pytest.approx(again[0].time - death["time"])

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +233,16 @@ class TestLostRanks:
         assert [s for s, _ in job.settled().states] == ["running", "recovering", "running"]
         assert job.controller.states[-1] == ("running", "FIRST_STEP")
         assert job.controller.event("recovered").detail["steps_lost"] == 23 - 20
+
+    def test_an_error_that_ends_with_a_full_stop_is_told_with_one(self, bench: Make) -> None:
+        job = bench()
+        job.train(3)
+        job.ranks.lose(1)
+        job.ranks.ends[1] = replace(job.ranks.ends[1], error="The actor died.")
+        job.step()
+        told = job.settled()
+        assert told.event("incident").message == "Rank 1 died: The actor died."
+        assert told.actions[0].reason.endswith("that all ranks have: Rank 1 died: The actor died.")
 
     def test_a_rank_that_dies_during_a_restart_is_part_of_the_same_recovery(
         self, bench: Make
