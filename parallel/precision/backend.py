@@ -1,0 +1,193 @@
+"""The interface that every precision backend has, and the one place that makes a scope.
+
+A backend creates this rank's linears, owns their scaling state, and moves single linears
+between FP8 and BF16. The model (``parallel.transformer``) and the engine know ``LayerScope``
+only; which class stands behind it is decided by ``parallel.precision.choice``.
+
+    choice = detection.choose_here(precision, fp8, device)
+    scope = make_scope(choice, precision, fp8, num_layers=…, device=…, tensor=…, stage=…)
+
+Promises: importing this imports neither torch nor a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from parallel.config import FP8Config, Precision
+from parallel.precision.choice import BackendChoice
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from parallel.tensor import TensorGroup
+
+ShardKind = Literal["column", "row"]
+"""How tensor ranks share a matrix: ``column`` shards its outputs (rows of the weight) and
+needs no sum in the forward, ``row`` shards its inputs and sums the outputs over the ranks."""
+
+
+class LayerScope(Protocol):
+    """Creates this rank's linears and owns their precision and scaling state.
+
+    The order of a step: for every micro-batch its forward inside ``micro_batch()`` and its
+    backward, then ``reduce_amax`` over the ranks of the stage, the optimizer,
+    ``finish_step``, and then, when wanted, ``statistics``. Feature counts are always the whole
+    matrix's; with tensor ranks a module holds its shard alone. All linears are made before the
+    first forward. No method waits for the device.
+    """
+
+    def linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype = ...,
+        shard: ShardKind | None = None,
+    ) -> nn.Module:
+        """A bias-free linear with its own ``weight`` [outputs, inputs]; [..., in] → [..., out].
+
+        Raises ValueError for a name given twice and for a linear made after the first forward.
+        """
+        ...
+
+    def norm_linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        shard: ShardKind | None = None,
+        dtype: torch.dtype = ...,
+    ) -> nn.Module:
+        """RMSNorm (weights start at one), then the linear ``name``."""
+        ...
+
+    def norm_mlp(
+        self,
+        name: str,
+        hidden: int,
+        ffn: int,
+        *,
+        eps: float,
+        smooth: bool,
+        sharded: bool,
+        dtype: torch.dtype = ...,
+    ) -> nn.Module:
+        """RMSNorm, then SwiGLU: the linears ``{name}.gate_up`` and ``{name}.down``.
+
+        Each of the two is registered by itself and changes its precision by itself.
+        ``smooth``: the variant of arXiv 2409.12517; ``sharded``: over the tensor ranks.
+        """
+        ...
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Stands around the forward of one micro-batch, on every rank of the stage alike."""
+        ...
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, its activations computed again in the backward.
+
+        The second pass uses the scales of the first and observes nothing.
+        """
+        ...
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The linears whose precision can change, in order of registration."""
+        ...
+
+    @property
+    def fixed_layers(self) -> tuple[str, ...]:
+        """The linears that stay in BF16 throughout, in order of registration."""
+        ...
+
+    def precision(self) -> dict[str, Precision]:
+        """What each switchable linear computes in now."""
+        ...
+
+    def set_precision(self, precision: Mapping[str, Precision]) -> None:
+        """Change linears' precision at a step boundary; none of them if a name is unknown.
+
+        Raises ValueError for unknown names, with the nearest one, and for fixed ones.
+        """
+        ...
+
+    def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
+        """This step's amax over the tensor × data ranks of the stage, after all backwards.
+
+        A collective where the backend has not reduced it by itself already.
+        """
+        ...
+
+    def finish_step(self, applied: bool) -> None:
+        """Close the step; with ``applied`` false the scaling state is as before the step."""
+        ...
+
+    def forget_weights(self) -> None:
+        """Weights have changed outside a step (a rollback, a drill)."""
+        ...
+
+    def collect(self, every_counter: bool) -> None:
+        """Whether the next steps take the statistics that cost extra passes over tensors."""
+        ...
+
+    def statistics(self) -> tuple[tuple[str, ...], Tensor]:
+        """What the steps finished since the last call saw, and start anew.
+
+        Names ``layer/role``, and a float32 tensor [tensors, columns] on the scope's device,
+        columns as ``parallel.precision.scope.STATISTICS_COLUMNS``; what was not counted has
+        a count of 0.
+        """
+        ...
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Live tensors that a snapshot copies out and back in place, at a step boundary."""
+        ...
+
+    def state_meta(self) -> dict[str, object]:
+        """The rest of the state, for JSON."""
+        ...
+
+    def load_meta(self, meta: Mapping[str, object]) -> None:
+        """Take back ``state_meta``, after the tensors were copied in place.
+
+        Raises ValueError when it is of other linears than this rank's.
+        """
+        ...
+
+
+def make_scope(
+    choice: BackendChoice,
+    precision: Precision,
+    config: FP8Config,
+    *,
+    num_layers: int,
+    device: torch.device | str,
+    tensor: TensorGroup | None = None,
+    stage: dist.ProcessGroup | None = None,
+    compiled: bool = True,
+) -> LayerScope:
+    """The scope of ``choice``.
+
+    ``num_layers`` is the whole model's; ``tensor`` the ranks that share its matrices;
+    ``stage`` the tensor × data ranks of this pipeline stage, which Transformer Engine reduces
+    amax over by itself (the native scope is handed its group in ``reduce_amax``).
+    Raises ValueError as the scopes do, and where Transformer Engine turns out not to run.
+    """
+    if choice.backend == "transformer_engine":
+        raise ValueError("the Transformer Engine adapter is not built yet; use backend: native")
+    from parallel.precision.scope import PrecisionScope
+
+    effective: Precision = "bf16" if choice.backend == "bf16" else precision
+    assert tensor is None and stage is None  # until the native scope has tensor ranks
+    scope = PrecisionScope(
+        effective, config, num_layers=num_layers, device=device, compiled=compiled
+    )
+    return cast(LayerScope, scope)
