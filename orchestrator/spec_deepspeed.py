@@ -1,47 +1,22 @@
-"""The raw ``deepspeed:`` section against the fields that say the same: contradictions. Pure.
+"""The raw ``deepspeed:`` section of a spec, by the engine's own rules. Pure.
 
-A key that repeats a field with the same value is let pass; keys of what Octavo does itself
-(optimizer, schedule, precision) are refused with the field to use.
+What may be set, and to what, is ``parallel.deepspeed_config``'s to say: the engine refuses
+the same keys once nodes are taken. Here its answers get the spec's words, and keys that
+DeepSpeed doesn't have are found.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import BatchRefusedError, batch_numbers, replicas
 from orchestrator.spec_errors import Finding, KeyPath, value_at
-from parallel.deepspeed_config import REFUSED
+from parallel.deepspeed_config import REFUSED, BatchShape, contradictions, own_config
 
-OWNED = {
-    "optimizer": "training.lr, betas, eps and weight_decay",
-    "scheduler": "training.schedule and warmup_steps",
-    "fp16": "precision",
-    "amp": "precision",
-    "elasticity": "num_nodes and parallelism.data",
-    "checkpoint": "checkpoint",
-    "wandb": "wandb",
-    "tensorboard": "wandb",
-    "csv_monitor": "summary.json",
-    "compression_training": "precision",
-    "data_efficiency": "data",
-    "curriculum_learning": "data",
-    "sparse_gradients": "communication_data_type",
-    "tensor_parallel": "parallelism.tensor",
-}
-"""DeepSpeed sections that Octavo writes itself, and the spec's word for them."""
-
-MERGED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "communication_data_type",
-    "zero_optimization",
-    "bf16",
-    "data_types",
-    "steps_per_print",
+ADDITIONS = (
     "wall_clock_breakdown",
     "memory_breakdown",
     "dump_state",
@@ -53,58 +28,64 @@ MERGED = (
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "disable_allgather",
-    "timers",
     "compile",
     "aio",
 )
-"""Keys of DeepSpeed's configuration that may be merged in."""
+"""Keys of DeepSpeed's configuration beside Octavo's own and those that it refuses."""
+
+BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+FIELDS: Mapping[str, str] = {
+    **{key: f"training.{key}" for key in BATCH_KEYS},
+    "gradient_clipping": "training.max_norm",
+    "communication_data_type": "communication_data_type",
+    "zero_optimization.stage": "parallelism.zero_stage",
+}
+"""DeepSpeed's key → the spec's field that says the same."""
 
 
 def check_deepspeed(spec: JobSpec) -> Iterator[Finding]:
     """Contradictions with the spec's own fields, and keys that DeepSpeed doesn't have."""
-    given = spec.deepspeed
-    for key in given:
-        path: KeyPath = ("deepspeed", key)
-        if key in OWNED:
-            yield Finding(path, "is written by Octavo", f"use {OWNED[key]} instead")
-        elif key not in MERGED and key not in REFUSED:
-            near = difflib.get_close_matches(key, [*MERGED, *OWNED], n=1, cutoff=0.6)
+    own = _own(spec)
+    known = {*own, *BATCH_KEYS, *ADDITIONS, *(key.partition(".")[0] for key in REFUSED)}
+    for key in spec.deepspeed:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
             remedy = f"did you mean {near[0]!r}?" if near else ""
-            yield Finding(path, "is no key of DeepSpeed's configuration that Octavo knows", remedy)
-    yield from _refused_by_engine(spec)
-    for path, field, wanted in _equivalents(spec):
-        value = value_at(given, path)
-        if value is not None and value != wanted:
-            message = f"contradicts {field}: {wanted}"
-            yield Finding(("deepspeed", *path), message, f"leave it out, or change {field}")
+            message = "is no key of DeepSpeed's configuration that Octavo knows"
+            yield Finding(("deepspeed", key), message, remedy)
+    for found in contradictions(own, spec.deepspeed):
+        keys: KeyPath = tuple(found.key.split("."))
+        path: KeyPath = ("deepspeed", *keys)
+        field = FIELDS.get(found.key)
+        if found.key in REFUSED:
+            yield Finding(path, "can't be honoured", found.reason)
+        elif field is None:
+            yield Finding(path, f"contradicts the engine: {found.reason}", "leave it out")
+        else:
+            message = f"contradicts {field}: {value_at(own, keys)}"
+            yield Finding(path, message, f"leave it out, or change {field}")
 
 
-def _refused_by_engine(spec: JobSpec) -> Iterator[Finding]:
-    """What the engine itself would refuse once nodes are taken, where no rule above says it."""
-    for key, reason in REFUSED.items():
-        path = tuple(key.split("."))
-        if path[0] not in OWNED and value_at(spec.deepspeed, path) is not None:
-            yield Finding(("deepspeed", *path), "can't be honoured", reason)
-
-
-def _equivalents(spec: JobSpec) -> Iterator[tuple[KeyPath, str, object]]:
-    """(DeepSpeed's key, the spec's field, its value)."""
-    training = spec.training
-    data = replicas(spec)
+def _own(spec: JobSpec) -> dict[str, Any]:
+    """What Octavo asks of DeepSpeed for this spec; no batch where that can't be told yet."""
+    training, data = spec.training, replicas(spec)
+    batch: BatchShape | None = None
     if data is not None:
         try:
-            batch = batch_numbers(training, data, spec.parallelism.pipeline)
+            numbers = batch_numbers(training, data, spec.parallelism.pipeline)
+            batch = BatchShape(numbers.micro, numbers.accumulation, data)
         except BatchRefusedError:
+            # Has a finding of its own.
             pass
-        else:
-            yield ("train_batch_size",), "training.train_batch_size", batch.total
-            micro = "train_micro_batch_size_per_gpu"
-            yield (micro,), f"training.{micro}", batch.micro
-            accumulation = "gradient_accumulation_steps"
-            yield (accumulation,), f"training.{accumulation}", batch.accumulation
-    yield ("gradient_clipping",), "training.max_norm", training.max_norm
-    dtype = spec.communication_data_type
-    yield ("communication_data_type",), "communication_data_type", dtype
-    yield ("zero_optimization", "stage"), "parallelism.zero_stage", spec.parallelism.zero_stage
-    yield ("bf16", "enabled"), "the engine's own", True
-    yield ("data_types", "grad_accum_dtype"), "the engine's own", "fp32"
+    own = own_config(
+        batch or BatchShape(1, 1, 1),
+        zero_stage=spec.parallelism.zero_stage,
+        max_norm=training.max_norm,
+        communication_data_type=spec.communication_data_type,
+    )
+    return own if batch else {key: own[key] for key in own if key not in BATCH_KEYS}

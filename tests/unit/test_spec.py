@@ -150,7 +150,7 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"drills": [{"step": 1}]}, "drills[0].kind", "missing"),
         ({"drills": {"kind": "kill_rank"}}, "drills", "tuple"),
         ({"deepspeed": {"gradient_clipping": 2.0}}, "deepspeed.gradient_clipping", "max_norm: 1.0"),
-        ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer", "written by Octavo"),
+        ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer", "can't be honoured"),
         ({"deepspeed": {"bf16": {"enabled": False}}}, "deepspeed.bf16.enabled", "contradicts"),
         ({"deepspeed": {"gradient_cliping": 1}}, "deepspeed.gradient_cliping", "no key"),
         (
@@ -344,6 +344,8 @@ def test_linear_names_are_those_of_the_model() -> None:
             "deepspeed.zero_optimization.offload_optimizer",
         ),
         ({"hybrid_engine": {"enabled": True}}, "deepspeed.hybrid_engine"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "deepspeed.data_types.grad_accum_dtype"),
+        ({"tensorboard": {"enabled": True}}, "deepspeed.tensorboard"),
     ],
 )
 def test_a_deepspeed_key_that_the_engine_would_refuse_is_refused_with_the_spec(
