@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from parallel.config import Precision
 from parallel.precision import kernels
+from parallel.precision.layers import Observation
 from parallel.precision.quantize import Quantized, TensorSlot
 from parallel.precision.recipes import Role
 from parallel.tensor import Shard, mark_sharded
@@ -72,12 +73,16 @@ class BF16Linear(nn.Linear):
         if shard is not None:
             mark_sharded(self.weight)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear``; with a shard, the whole matrix's outputs or this rank's of them."""
-        return self._own(input) if self.shard is None else self.shard.run(self._own, input)
+    def forward(self, input: Tensor, undo: Tensor | None = None) -> Tensor:
+        """As ``nn.Linear``; with a shard, the whole matrix's outputs or this rank's of them.
 
-    def _own(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight)
+        ``undo`` as in ``Float8Linear``.
+        """
+
+        def own(x: Tensor) -> Tensor:
+            return F.linear(x if undo is None else x * undo, self.weight)
+
+        return own(input) if self.shard is None else self.shard.run(own, input)
 
 
 class Float8Linear(nn.Linear):
@@ -99,10 +104,12 @@ class Float8Linear(nn.Linear):
         device: torch.device,
         bind: Callable[[], object],
         shard: Shard | None = None,
+        observation: Observation | None = None,
     ) -> None:
         """``bind`` has this layer's ``slots`` set; it is called at the first forward.
 
-        With ``shard`` the features are those of this rank's part of the matrix.
+        With ``shard`` the features are those of this rank's part of the matrix. While
+        ``observation`` is paused nothing is observed.
         """
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
         self.name = name
@@ -111,40 +118,51 @@ class Float8Linear(nn.Linear):
         self.shard = shard
         if shard is not None:
             mark_sharded(self.weight)
+        self._observation = observation or Observation()
         self._bind = bind
         self._weight_q: Quantized | None = None
         self._weight_seen = False
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.T``; [..., in_features] → [..., out_features], dtype of ``input``."""
+    def forward(self, input: Tensor, undo: Tensor | None = None) -> Tensor:
+        """``input @ weight.T``; [..., in_features] → [..., out_features], dtype of ``input``.
+
+        ``undo``: powers of two [in_features] that the quantized input is multiplied by in the
+        product, and the unquantized one in BF16 (Smooth SwiGLU's ``s^-1``).
+        """
         if self.slots is None:
             self._bind()
-        return self._own(input) if self.shard is None else self.shard.run(self._own, input)
+        if self.shard is None:
+            return self._own(input, undo)
+        return self.shard.run(lambda x: self._own(x, undo), input)
 
-    def _own(self, input: Tensor) -> Tensor:
+    def _own(self, input: Tensor, undo: Tensor | None) -> Tensor:
         """The product of this rank's shard alone."""
         if self.current == "fp8":
-            return _Float8Product.apply(input, self.weight, self)
-        if self.training:
+            return _Float8Product.apply(input, self.weight, self, undo)
+        if self._observes:
             self._observe_operands(input)
-        output = F.linear(input, self.weight)
+        output = F.linear(input if undo is None else input * undo, self.weight)
         if self.training and output.requires_grad:
             output = _ObserveGradient.apply(output, self.slot("grad_output"))
         return output
+
+    @property
+    def _observes(self) -> bool:
+        return self.training and self._observation.active
 
     def slot(self, role: Role) -> TensorSlot:
         """Where the operand ``role`` gets its scale and leaves its statistics now."""
         assert self.slots is not None
         slot = self.slots[role]
-        return slot if self.training else slot.without_observation()
+        return slot if self._observes else slot.without_observation()
 
     def quantized_weight(self) -> Quantized:
         """wq_OI, quantized at the first call after ``forget_weight``."""
         # What evaluation quantized was not observed: training sees it once a step all the same.
-        if self._weight_q is None or (self.training and not self._weight_seen):
+        if self._weight_q is None or (self._observes and not self._weight_seen):
             weight = _bf16(self.weight.detach())
             self._weight_q = self.slot("weight").quantize(weight, keep_payload=False)
-            self._weight_seen = self.training
+            self._weight_seen = self._observes
         return self._weight_q
 
     def forget_weight(self) -> None:
@@ -174,25 +192,29 @@ class _Float8Product(torch.autograd.Function):
     """Three products of quantized operands; the input waits for its backward in FP8."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, layer: Float8Linear) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, layer: Float8Linear, undo: Tensor | None
+    ) -> Tensor:
         slot = layer.slot("input")
         x_TI = _bf16(input.reshape(-1, layer.in_features))
         x = slot.quantize(x_TI, keep_payload=weight.requires_grad)
         w = layer.quantized_weight()
-        y_TO = scaled_product(x.values, w.values.t(), x.scale_inv, w.scale_inv, slot.library)
+        # Of the two operands the weight is the smaller; by powers of two it stays exact.
+        wq_OI = w.values if undo is None else w.values * undo
+        y_TO = scaled_product(x.values, wq_OI.t(), x.scale_inv, w.scale_inv, slot.library)
         # The weight's BF16 values are kept, not its FP8 payload: all micro-batches share them.
-        ctx.save_for_backward(x.payload, x.scale_inv, w.values, w.scale_inv)
+        ctx.save_for_backward(x.payload, x.scale_inv, w.values, w.scale_inv, undo)
         ctx.layer = layer
         ctx.input_shape = input.shape
         ctx.dtypes = input.dtype, weight.dtype
         return y_TO.view(*input.shape[:-1], layer.out_features).to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError("an FP8 linear has no second derivative (create_graph=True)")
         layer: Float8Linear = ctx.layer
-        payload_TI, x_scale_inv, wq_OI, w_scale_inv = ctx.saved_tensors
+        payload_TI, x_scale_inv, wq_OI, w_scale_inv, undo = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
         slot = layer.slot("grad_output")
         library = slot.library
@@ -201,12 +223,14 @@ class _Float8Product(torch.autograd.Function):
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
             dx_TI = scaled_product(g.values, wq_OI, g.scale_inv, w_scale_inv, library)
+            dx_TI = dx_TI if undo is None else dx_TI.mul_(undo)
             grad_input = dx_TI.view(ctx.input_shape).to(input_dtype)
         if ctx.needs_input_grad[1]:
             xq_TI = layer.slot("input").upcast(payload_TI)
             dw_OI = scaled_product(g.values.t(), xq_TI, g.scale_inv, x_scale_inv, library)
+            dw_OI = dw_OI if undo is None else dw_OI.mul_(undo)
             grad_weight = dw_OI.to(weight_dtype)
-        return grad_input, grad_weight, None
+        return grad_input, grad_weight, None, None
 
 
 class _ObserveGradient(torch.autograd.Function):

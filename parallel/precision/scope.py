@@ -14,7 +14,9 @@ that a snapshot can be copied into them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from parallel.config import FP8Config, Precision
 from parallel.precision import kernels, recipes, scaling
 from parallel.precision.formats import FORMATS
+from parallel.precision.layers import NormLinear, NormMLP, Observation, RMSNorm, recomputed
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.quantize import COUNTERS, TensorSlot
 from parallel.precision.recipes import ROLES
@@ -62,6 +65,7 @@ class PrecisionScope:
         self._num_layers = num_layers
         self._linears: dict[str, Float8Linear] = {}
         self._fixed: list[str] = []
+        self._observation = Observation()
         self._state: _PackedState | None = None
         on_cpu = self.device.type == "cpu"
         self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
@@ -110,9 +114,55 @@ class PrecisionScope:
             device=self.device,
             bind=self._packed,
             shard=part,
+            observation=self._observation,
         )
         self._linears[name] = layer
         return layer
+
+    def norm_linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        shard: ShardKind | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> NormLinear:
+        """RMSNorm, then the linear ``name``; as ``linear`` otherwise."""
+        norm = RMSNorm(in_features, eps, dtype=dtype, device=self.device)
+        linear = self.linear(name, in_features, out_features, dtype=dtype, shard=shard)
+        return NormLinear(norm, linear)
+
+    def norm_mlp(
+        self,
+        name: str,
+        hidden: int,
+        ffn: int,
+        *,
+        eps: float,
+        smooth: bool = False,
+        sharded: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> NormMLP:
+        """RMSNorm, then SwiGLU of width ``ffn``: linears ``{name}.gate_up``, ``{name}.down``.
+
+        ``smooth``: Smooth SwiGLU; ``sharded``: ``ffn`` is divided over the tensor ranks.
+        """
+        norm = RMSNorm(hidden, eps, dtype=dtype, device=self.device)
+        column: ShardKind | None = "column" if sharded else None
+        row: ShardKind | None = "row" if sharded else None
+        gate_up = self.linear(f"{name}.gate_up", hidden, 2 * ffn, dtype=dtype, shard=column)
+        down = self.linear(f"{name}.down", ffn, hidden, dtype=dtype, shard=row)
+        return NormMLP(norm, gate_up, down, smooth=smooth)
+
+    def micro_batch(self) -> AbstractContextManager[None]:
+        """Stands around the forward of one micro-batch; this backend needs nothing there."""
+        return nullcontext()
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, its activations computed again in the backward, unobserved."""
+        return recomputed(self._observation, function, *args)
 
     @property
     def layers(self) -> tuple[str, ...]:
