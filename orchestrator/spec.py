@@ -75,7 +75,7 @@ def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True
     ``base``: folder that relative paths refer to; None: they stay as they are.
     ``check_data``: look at the data source too, on this machine.
     """
-    from orchestrator.spec_checks import check_spec
+    from orchestrator.spec_checks import check_spec, offered
 
     data = absolute_paths(source.data, base) if base else source.data
     findings = type_findings(JobSpec, data)
@@ -84,7 +84,7 @@ def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True
     except ValidationError as error:
         found = pydantic_findings(error, JobSpec, data)
         seen = {f.path for f in findings}
-        findings += [f for f in found if f.path not in seen]
+        findings += [offered(f) for f in found if f.path not in seen]
         spec = None
     if findings:
         spec, broken = _readable_part(data, findings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from launch.config import KillRank, NonFiniteGradient, WeightSurge
@@ -27,6 +28,8 @@ LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 
 FP8_MULTIPLE = 16
 """Matrix dimensions of FP8 products must be multiples of this (Transformer Engine's rule)."""
+
+ZERO_STAGE: KeyPath = ("parallelism", "zero_stage")
 
 _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PAT)S?$", re.I)
 _SECRET_VALUE = re.compile(
@@ -59,10 +62,24 @@ def check_spec(spec: JobSpec, broken: set[KeyPath], *, check_data: bool) -> list
     # These look at each of their entries by itself, so one that is wrong hides no other.
     found += _drills(spec, broken)
     found += _envs(spec)
+    if ("deepspeed",) not in broken:
+        batch = (*_SLOT_KEYS, *_DEGREES, *_BATCH)
+        batch_known = not any(_overlap(key, path) for key in batch for path in broken)
+        found += check_deepspeed(spec, broken, batch_known=batch_known)
     keys: tuple[KeyPath, ...] = (("data",), ("training", "seq_len"))
     if check_data and not any(_overlap(key, path) for key in keys for path in broken):
         found += _data(spec)
     return found
+
+
+def offered(finding: Finding) -> Finding:
+    """``finding`` of a value that its section refuses, told by what can be run at all.
+
+    The section's own bounds are wider: whoever followed them would be refused again.
+    """
+    if finding.path == ZERO_STAGE:
+        return replace(finding, message="is not offered", remedy="make it 0 or 1")
+    return finding
 
 
 def linear_names(num_layers: int) -> list[str]:
@@ -127,7 +144,7 @@ def _zero_stage(spec: JobSpec) -> Iterator[Finding]:
     if spec.communication_data_type == "fp8":
         reasons.append("bypasses the FP8 gradient exchange")
     message = f"ZeRO stage {spec.parallelism.zero_stage} " + ", and ".join(reasons)
-    yield Finding(("parallelism", "zero_stage"), message, "make it 0 or 1")
+    yield Finding(ZERO_STAGE, message, "make it 0 or 1")
 
 
 def _stages(spec: JobSpec) -> Iterator[Finding]:
@@ -204,6 +221,10 @@ def _schedule(spec: JobSpec) -> Iterator[Finding]:
     if training.warmup_steps >= training.steps:
         message = f"the learning rate never reaches its peak within {training.steps} steps"
         yield Finding(("training", "warmup_steps"), message, f"make it below {training.steps}")
+
+
+def _betas(spec: JobSpec) -> Iterator[Finding]:
+    training = spec.training
     if not all(0 <= beta < 1 for beta in training.betas):
         yield Finding(("training", "betas"), "must lie in [0, 1)", "the usual are [0.9, 0.95]")
 
@@ -318,17 +339,17 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("slots_per_node",), ("gpus_per_node",)), _slots),
     ((*_SLOT_KEYS, *_DEGREES), _degrees),
     ((("parallelism", "tensor"),), _tensor),
-    ((("parallelism", "zero_stage"),), _zero_stage),
+    ((ZERO_STAGE,), _zero_stage),
     ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
     (_WIDTHS, _heads),
     ((("model", "num_heads"), ("model", "num_kv_heads")), _kv_heads),
-    ((("model",), ("precision",)), _fp8_sizes),
+    ((*_WIDTHS, ("model", "num_kv_heads"), ("model", "ffn_size"), ("precision",)), _fp8_sizes),
     ((*_SLOT_KEYS, *_DEGREES, *_BATCH), _batch),
-    ((("training", "steps"), ("training", "warmup_steps"), ("training", "betas")), _schedule),
-    ((("snapshots",),), _snapshots),
-    ((("detection",),), _detection),
+    ((("training", "steps"), ("training", "warmup_steps")), _schedule),
+    ((("training", "betas"),), _betas),
+    (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),
+    (tuple(("detection", k) for k in ("window", "min_history")), _detection),
     ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
     ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), _backend),
-    ((("deepspeed",),), check_deepspeed),
 )
 """Each check with the keys it reads."""

@@ -8,7 +8,7 @@ DeepSpeed doesn't have are found.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from orchestrator.spec import JobSpec
@@ -48,10 +48,21 @@ FIELDS: Mapping[str, str] = {
 """DeepSpeed's key → the spec's field that says the same."""
 
 
-def check_deepspeed(spec: JobSpec) -> Iterator[Finding]:
-    """Contradictions with the spec's own fields, and keys that DeepSpeed doesn't have."""
-    own = _own(spec)
-    known = {*own, *BATCH_KEYS, *ADDITIONS, *(key.partition(".")[0] for key in REFUSED)}
+def check_deepspeed(
+    spec: JobSpec, broken: Collection[KeyPath] = (), *, batch_known: bool = True
+) -> Iterator[Finding]:
+    """Contradictions with the spec's own fields, and keys that DeepSpeed doesn't have.
+
+    ``broken``: fields whose values are not the user's, so that nothing contradicts them;
+    ``batch_known``: that the batch does not depend on any of these.
+    """
+    own = _own(spec, broken, batch_known)
+    known = {
+        *own,
+        *(key.partition(".")[0] for key in FIELDS),
+        *ADDITIONS,
+        *(key.partition(".")[0] for key in REFUSED),
+    }
     for key in spec.deepspeed:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
@@ -71,11 +82,11 @@ def check_deepspeed(spec: JobSpec) -> Iterator[Finding]:
             yield Finding(path, message, f"leave it out, or change {field}")
 
 
-def _own(spec: JobSpec) -> dict[str, Any]:
-    """What Octavo asks of DeepSpeed for this spec; no batch where that can't be told yet."""
+def _own(spec: JobSpec, broken: Collection[KeyPath], batch_known: bool) -> dict[str, Any]:
+    """What Octavo asks of DeepSpeed for this spec; without what can't be told yet."""
     training, data = spec.training, replicas(spec)
     batch: BatchShape | None = None
-    if data is not None:
+    if data is not None and batch_known:
         try:
             numbers = batch_numbers(training, data, spec.parallelism.pipeline)
             batch = BatchShape(numbers.micro, numbers.accumulation, data)
@@ -88,4 +99,10 @@ def _own(spec: JobSpec) -> dict[str, Any]:
         max_norm=training.max_norm,
         communication_data_type=spec.communication_data_type,
     )
-    return own if batch else {key: own[key] for key in own if key not in BATCH_KEYS}
+    if not batch:
+        own = {key: own[key] for key in own if key not in BATCH_KEYS}
+    for key, field in FIELDS.items():
+        if tuple(field.split(".")) in broken:
+            section, _, inner = key.partition(".")
+            own.get(section, {}).pop(inner, None) if inner else own.pop(section, None)
+    return own

@@ -192,11 +192,42 @@ def test_nothing_is_said_about_a_default_that_stands_in_for_a_wrong_value() -> N
     assert list(found) == ["model.num_layers"]
 
 
+def test_a_value_that_its_section_refuses_is_told_by_what_can_be_run() -> None:
+    found = problems_of(spec_with(parallelism__zero_stage=5))
+    assert list(found) == ["parallelism.zero_stage"]
+    assert found["parallelism.zero_stage"].remedy == "make it 0 or 1"
+    assert "3" not in found["parallelism.zero_stage"].message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "also"),
+    [
+        ({"parallelism__zero_stage": 5, "model__num_heads": 6}, "model.num_heads"),
+        ({"model__num_layers": "many", "model__hidden_size": 72}, "model.hidden_size"),
+        ({"training__betas": "x", "training__warmup_steps": 100}, "training.warmup_steps"),
+        ({"detection__zzz": 1, "detection__min_history": 65}, "detection.min_history"),
+        ({"training__lr": "x", "deepspeed": {"fp16": {}}}, "deepspeed.fp16"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_hides_no_contradiction_among_the_others(
+    wrong: dict[str, Any], also: str
+) -> None:
+    found = problems_of(spec_with(**wrong))
+    assert len(found) == 2 and also in found
+
+
+def test_nothing_contradicts_a_field_that_is_wrong_itself() -> None:
+    raw = {"gradient_clipping": 2.0, "zero_optimization": {"stage": 2}, "train_batch_size": 64}
+    wrong = {"training__max_norm": "x", "parallelism__zero_stage": 5, "slots_per_node": "four"}
+    found = problems_of(spec_with(deepspeed=raw, **wrong))
+    assert set(found) == {"training.max_norm", "parallelism.zero_stage", "slots_per_node"}
+
+
 def test_recipe_words_of_other_packages_are_taken_or_refused_with_a_choice() -> None:
     data = spec_with(fp8={"recipe": "tensorwise"})
     assert spec_of(Source("f", data, {}), check_data=False).fp8.recipe == "current"
-    found = problems_of(spec_with(fp8={"recipe": "mxfp8"}))
-    assert "current, delayed" in found["fp8.recipe"].remedy
+    found = problems_of(spec_with(fp8={"recipe": "nvfp4"}))
+    assert "block, current, delayed, mxfp8" in found["fp8.recipe"].remedy
 
 
 def test_deepspeed_keys_that_repeat_the_spec_are_let_pass() -> None:
