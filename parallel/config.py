@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Precision = Literal["fp8", "bf16"]
 """What a linear layer computes in."""
@@ -63,17 +63,60 @@ class HighPrecisionLayers(_Section):
     """Patterns of linear names, as ``layers.3.mlp.*``; one that matches nothing is an error."""
 
 
-class FP8Config(_Section):
-    """FP8 of the linear layers; fields and defaults are Transformer Engine's."""
+RecipeName = Literal["delayed", "current", "block", "mxfp8"]
+"""How operands are scaled: by earlier steps' amax; by their own; in blocks; in MX blocks."""
 
-    recipe: Literal["delayed", "current"] = "delayed"
-    format: Literal["HYBRID", "E4M3"] = "HYBRID"
-    """HYBRID: E4M3 forward, E5M2 for output gradients."""
-    margin: int = Field(0, ge=0, le=16)
-    """Octaves of headroom below the format's maximum (delayed only)."""
-    amax_history_len: int = Field(1024, ge=1)
-    """Updates an amax counts for (delayed only)."""
-    amax_compute_algo: Literal["max", "most_recent"] = "max"
+RECIPE_FIELDS: dict[str, dict[str, object]] = {
+    "delayed": {
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "amax_ema_factor": 0.9,
+    },
+    "current": {"use_power_2_scales": False},
+    "block": {"use_f32_scales": False},
+    "mxfp8": {},
+}
+"""The fields that belong to a recipe alone, and what they are where a spec doesn't say."""
+
+RECIPE_FORMATS = {"delayed": "HYBRID", "current": "HYBRID", "block": "E4M3", "mxfp8": "E4M3"}
+"""Transformer Engine's default format of each recipe."""
+
+
+class FP8Config(_Section):
+    """FP8 of the linear layers; fields and defaults are Transformer Engine's.
+
+    A field that belongs to another recipe than ``recipe`` is None, and an error where it was
+    given: a setting that does nothing would be taken for one that does.
+    """
+
+    recipe: RecipeName = "delayed"
+    """``delayed``: a tensor's scale is made from the amax of earlier steps. ``current``: from
+    its own. ``block``: from those of its 1×128 blocks (128×128 for weights). ``mxfp8``: from
+    those of its 1×32 blocks, one E8M0 exponent each."""
+    format: Literal["HYBRID", "E4M3"] | None = Field(None, validate_default=True)
+    """HYBRID: E4M3 forward, E5M2 for output gradients. Unset: HYBRID for delayed and current,
+    E4M3 for block and mxfp8."""
+    margin: int | None = Field(None, ge=0, le=16, validate_default=True)
+    """Octaves of headroom below the format's maximum (delayed: 0)."""
+    amax_history_len: int | None = Field(None, ge=1, validate_default=True)
+    """Updates an amax counts for (delayed: 1024)."""
+    amax_compute_algo: Literal["max", "most_recent", "ema"] | None = Field(
+        None, validate_default=True
+    )
+    """The amax of a history (delayed: max). ``ema`` is Octavo's own: an average of the
+    history that weights newer updates more, or the newest amax where that is larger."""
+    amax_ema_factor: float | None = Field(None, gt=0, lt=1, validate_default=True)
+    """What an amax's weight in ``ema`` is multiplied by an update (delayed: 0.9)."""
+    use_power_2_scales: bool | None = Field(None, validate_default=True)
+    """Round scales down to powers of two (current: false)."""
+    use_f32_scales: bool | None = Field(None, validate_default=True)
+    """Leave scales as they are instead of rounding them down to powers of two (block: false).
+    On CPU this takes FP32 products, which cost twice as much."""
+    statistics_every: int = Field(1, ge=1)
+    """Steps between two takings of per-tensor statistics; each covers the steps since."""
+    sqnr: bool = False
+    """Measure each tensor's signal to quantization-noise ratio too."""
     backend: Literal["auto", "native", "transformer_engine"] = "auto"
     high_precision_layers: HighPrecisionLayers = HighPrecisionLayers()
 
@@ -81,6 +124,45 @@ class FP8Config(_Section):
     @classmethod
     def _recipe_alias(cls, value: object) -> object:
         return RECIPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _format(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str) and value.upper() == "E5M2":
+            raise ValueError(
+                "pure E5M2 training is not supported, here as in Transformer Engine; "
+                "HYBRID has E5M2 for output gradients"
+            )
+        return RECIPE_FORMATS.get(info.data.get("recipe", "")) if value is None else value
+
+    @field_validator(
+        "margin",
+        "amax_history_len",
+        "amax_compute_algo",
+        "amax_ema_factor",
+        "use_power_2_scales",
+        "use_f32_scales",
+        mode="after",
+    )
+    @classmethod
+    def _field_of_its_recipe(cls, value: object, info: ValidationInfo) -> object:
+        recipe, name = info.data.get("recipe"), info.field_name or ""
+        if recipe is None:
+            return value  # the recipe itself is refused already
+        own = RECIPE_FIELDS[recipe]
+        if name in own:
+            if name == "amax_ema_factor" and info.data.get("amax_compute_algo") != "ema":
+                if value is not None:
+                    raise ValueError("belongs to amax_compute_algo: ema; leave it out")
+                return None
+            return own[name] if value is None else value
+        if value is not None:
+            others = [other for other, fields in RECIPE_FIELDS.items() if name in fields]
+            raise ValueError(
+                f"belongs to recipe {' or '.join(others)}, and does nothing under {recipe}; "
+                "leave it out"
+            )
+        return None
 
 
 class GradientExchangeConfig(_Section):

@@ -11,7 +11,7 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel.config import FP8Config, HighPrecisionLayers
+from parallel.config import RECIPE_FIELDS, FP8Config, HighPrecisionLayers, RecipeName
 
 Role = Literal["input", "weight", "grad_output"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
@@ -21,46 +21,79 @@ LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 """The linears of one transformer layer, named ``layers.{i}.{linear}``."""
 
 
+MULTIPLE = 16
+"""What a linear's features are multiples of: FP8 matrix units take no other, and Transformer
+Engine refuses others. The native backend keeps to it, so that a job moves between both."""
+
+MX_BLOCK, BLOCK = 32, 128
+"""Elements that share a scale under mxfp8, and under block (squared for weights)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How operands are scaled and rounded."""
+    """How operands are scaled and rounded; of the fields, those of other recipes don't matter."""
 
-    scaling: Literal["delayed", "current"]
+    scaling: RecipeName
     forward_format: Literal["E4M3"]
     """Of input and weight."""
     backward_format: Literal["E4M3", "E5M2"]
     """Of the output gradient."""
-    margin: int
-    amax_history_len: int
-    amax_compute_algo: Literal["max", "most_recent"]
+    margin: int = 0
+    amax_history_len: int = 1
+    amax_compute_algo: Literal["max", "most_recent", "ema"] = "max"
+    amax_ema_factor: float = 0.9
     epsilon: float = 0.0
-    """Least amax of current scaling."""
+    """Least amax of current and block scaling; Transformer Engine's default."""
     power_of_two: bool = False
-    """Current scaling rounds its scales down to powers of two."""
+    """Current and block scaling round their scales down to powers of two."""
+    sqnr: bool = False
+    """Measure the energies of the values and of what rounding them took away."""
 
     def format_of(self, role: Role) -> str:
         """Name of the format of an operand."""
         return self.backward_format if role == "grad_output" else self.forward_format
 
+    @property
+    def has_state(self) -> bool:
+        """Whether scales are made from earlier steps, so that a snapshot must hold them."""
+        return self.scaling == "delayed"
+
 
 def expand(config: FP8Config) -> Recipe:
-    """The explicit recipe of a spec's ``fp8`` section.
-
-    Raises ValueError for ``backend: transformer_engine``, which this package doesn't run.
-    """
-    if config.backend == "transformer_engine":
-        raise ValueError(
-            "fp8.backend 'transformer_engine': only the native backend is built; "
-            "use backend: native or auto"
-        )
+    """The explicit recipe of a spec's ``fp8`` section."""
+    own = RECIPE_FIELDS[config.recipe]
+    given = {name: getattr(config, name) for name in own if getattr(config, name) is not None}
+    if config.recipe == "current":
+        given = {"power_of_two": config.use_power_2_scales}
+    elif config.recipe == "block":
+        given = {"power_of_two": not config.use_f32_scales}
     return Recipe(
         scaling=config.recipe,
         forward_format="E4M3",
         backward_format="E5M2" if config.format == "HYBRID" else "E4M3",
-        margin=config.margin,
-        amax_history_len=config.amax_history_len,
-        amax_compute_algo=config.amax_compute_algo,
+        sqnr=config.sqnr,
+        **given,
     )
+
+
+def dimension_problems(
+    recipe: RecipeName, in_features: int, out_features: int
+) -> list[tuple[str, str]]:
+    """(what is wrong, what to do) for the features of one linear, or of a rank's shard of it.
+
+    All recipes want multiples of 16, as FP8 matrix units do; mxfp8 multiples of 32, since
+    Transformer Engine pads none of its blocks. Blocks of 128 may be cut short at the end,
+    where they are padded with zeros. Tokens are padded by every recipe, so they may be any.
+    """
+    multiple = MX_BLOCK if recipe == "mxfp8" else MULTIPLE
+    problems = []
+    for side, features in (("inputs", in_features), ("outputs", out_features)):
+        if features % multiple:
+            message = f"{features} {side} are no multiple of {multiple}, which {recipe} needs"
+            below = features // multiple * multiple
+            near = f"{below} or {below + multiple}" if below else str(multiple)
+            problems.append((message, f"make them {near}, or keep the linear in BF16"))
+    return problems
 
 
 def linear_names(num_layers: int) -> tuple[str, ...]:

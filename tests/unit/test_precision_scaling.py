@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.config import FP8Config
 from parallel.precision import kernels, recipes
 from parallel.precision.formats import E4M3, E5M2
 from parallel.precision.quantize import TensorSlot
@@ -131,9 +130,7 @@ def test_current_scaling_follows_its_rules_bit_for_bit(amax, epsilon, power_of_t
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("amax", [0.0, 1e-39, 1e-37, 0.3, 7.0, 1e38, math.inf, math.nan])
 def test_a_quantized_tensor_uses_the_scale_of_its_own_amax(way, power_of_two, amax):
-    recipe = recipes.Recipe(
-        "current", "E4M3", "E5M2", 0, 1, "max", epsilon=0.0, power_of_two=power_of_two
-    )
+    recipe = recipes.Recipe("current", "E4M3", "E5M2", power_of_two=power_of_two)
     library = kernels.load() if way == "compiled" else None
     counters = torch.zeros(4, dtype=torch.int64)
     slot = TensorSlot(E4M3, recipe, torch.zeros(()), torch.ones(()), counters, library)
@@ -142,14 +139,3 @@ def test_a_quantized_tensor_uses_the_scale_of_its_own_amax(way, power_of_two, am
     expected = amax_to_scale(tensor_to_amax(x), 448.0, power_of_two=power_of_two)
     assert slot.scale.item() == expected.item()
     assert quantized.scale_inv.item() == divide(1.0, expected.item())
-
-
-def test_recipes_expand_to_formats_by_role():
-    hybrid, e4m3 = (recipes.expand(FP8Config(format=f)) for f in ("HYBRID", "E4M3"))
-    assert [hybrid.format_of(role) for role in recipes.ROLES] == ["E4M3", "E4M3", "E5M2"]
-    assert [e4m3.format_of(role) for role in recipes.ROLES] == ["E4M3", "E4M3", "E4M3"]
-
-
-def test_a_backend_that_is_not_here_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match="backend: native"):
-        recipes.expand(FP8Config(backend="transformer_engine"))

@@ -1,0 +1,114 @@
+"""The spec's ``fp8`` section: each recipe's own fields, defaults as Transformer Engine's."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from parallel.config import RECIPE_FIELDS, FP8Config
+from parallel.precision import recipes
+
+RECIPES = tuple(RECIPE_FIELDS)
+OTHER_VALUES = {
+    "margin": 1,
+    "amax_history_len": 8,
+    "amax_compute_algo": "most_recent",
+    "amax_ema_factor": 0.5,
+    "use_power_2_scales": True,
+    "use_f32_scales": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format", "fields"),
+    [
+        ("delayed", "HYBRID", {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"}),
+        ("current", "HYBRID", {"use_power_2_scales": False}),
+        ("block", "E4M3", {"use_f32_scales": False}),
+        ("mxfp8", "E4M3", {}),
+    ],
+)
+def test_defaults_are_transformer_engines_and_other_recipes_fields_are_unset(
+    recipe, format, fields
+):
+    config = FP8Config(recipe=recipe)
+    assert config.format == format
+    assert {name: getattr(config, name) for name in OTHER_VALUES} == {
+        **dict.fromkeys(OTHER_VALUES),
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_a_field_of_another_recipe_is_an_error_that_names_it(recipe, name):
+    section = {"recipe": recipe, name: OTHER_VALUES[name]}
+    if name == "amax_ema_factor" and recipe == "delayed":
+        section["amax_compute_algo"] = "ema"
+    if name in RECIPE_FIELDS[recipe]:
+        assert getattr(FP8Config(**section), name) == OTHER_VALUES[name]
+        return
+    with pytest.raises(ValidationError, match=rf"belongs to recipe \w+.*under {recipe}") as caught:
+        FP8Config(**section)
+    assert [error["loc"] for error in caught.value.errors()] == [(name,)]
+
+
+def test_the_factor_of_ema_is_refused_without_ema_and_has_a_default_with_it():
+    with pytest.raises(ValidationError, match="belongs to amax_compute_algo: ema"):
+        FP8Config(amax_ema_factor=0.5)
+    assert FP8Config(amax_compute_algo="ema").amax_ema_factor == 0.9
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_printed_of_a_section_is_accepted_as_one(recipe):
+    config = FP8Config(recipe=recipe)
+    assert FP8Config(**config.model_dump()) == config
+
+
+@pytest.mark.parametrize(("alias", "recipe"), [("tensorwise", "current"), ("blockwise", "block")])
+def test_other_systems_words_for_recipes_are_understood(alias, recipe):
+    assert FP8Config(recipe=alias) == FP8Config(recipe=recipe)
+
+
+def test_pure_e5m2_is_refused_with_the_remedy_and_an_unknown_recipe_alone():
+    with pytest.raises(ValidationError, match="HYBRID has E5M2"):
+        FP8Config(format="E5M2")
+    with pytest.raises(ValidationError) as caught:
+        FP8Config(recipe="delyed", margin=3)
+    assert [error["loc"] for error in caught.value.errors()] == [("recipe",)]
+
+
+def test_recipes_expand_to_formats_by_role():
+    hybrid, e4m3 = (recipes.expand(FP8Config(format=f)) for f in ("HYBRID", "E4M3"))
+    assert [hybrid.format_of(role) for role in recipes.ROLES] == ["E4M3", "E4M3", "E5M2"]
+    assert [e4m3.format_of(role) for role in recipes.ROLES] == ["E4M3", "E4M3", "E4M3"]
+
+
+def test_power_of_two_scales_are_blocks_default_and_an_option_of_current():
+    def power_of_two(**section: object) -> bool:
+        return recipes.expand(FP8Config(**section)).power_of_two
+
+    assert power_of_two(recipe="block")
+    assert not power_of_two(recipe="block", use_f32_scales=True)
+    assert not power_of_two(recipe="current")
+    assert power_of_two(recipe="current", use_power_2_scales=True)
+
+
+class TestDimensions:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_multiples_of_32_fit_every_recipe(self, recipe):
+        assert recipes.dimension_problems(recipe, 96, 4096) == []
+
+    @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+    def test_a_multiple_of_16_is_enough_where_blocks_are_padded(self, recipe):
+        assert recipes.dimension_problems(recipe, 48, 144) == []
+
+    def test_mxfp8_takes_no_broken_block(self):
+        ((message, remedy),) = recipes.dimension_problems("mxfp8", 48, 64)
+        assert message == "48 inputs are no multiple of 32, which mxfp8 needs"
+        assert remedy == "make them 32 or 64, or keep the linear in BF16"
+
+    def test_both_sides_are_told_and_nothing_is_made_zero(self):
+        problems = recipes.dimension_problems("current", 24, 8)
+        assert [message.split(" are ")[0] for message, _ in problems] == ["24 inputs", "8 outputs"]
+        assert problems[1][1].startswith("make them 16,")
