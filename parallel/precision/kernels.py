@@ -34,6 +34,12 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "octavo_observe": (_POINTER, _POINTER, _LONG),
     "octavo_upcast": (_POINTER, _LONG, _INT, _POINTER),
     "octavo_rescale": (_POINTER, _LONG, _POINTER, _POINTER),
+    "octavo_quantize_blocks": (
+        *(_POINTER, _POINTER, _LONG, _LONG, _INT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER),
+    ),
+    "octavo_quantize_squares": (_POINTER, _POINTER, _LONG, _LONG, _POINTER),
+    "octavo_unpack_columns": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER),
     "octavo_block_quantize": (_POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "octavo_block_dequantize": (_POINTER, _POINTER, _LONG, _INT, _INT, _INT, _POINTER),
 }
@@ -46,6 +52,7 @@ class Slot(ctypes.Structure):
         ("scale", _POINTER),
         ("amax", _POINTER),
         ("counters", _POINTER),
+        ("energies", _POINTER),
         ("e5m2", ctypes.c_int32),
         ("current", ctypes.c_int32),
         ("power_of_two", ctypes.c_int32),

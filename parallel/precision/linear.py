@@ -1,11 +1,16 @@
 """The native FP8 linear: quantized operands, exact products, one scaling at the end.
 
-Shapes: x_TI, g_TO, w_OI with T tokens (all leading dimensions), I inputs, O outputs.
-A suffix q marks BF16 values that are exactly FP8 values::
+Shapes: x_TI, g_TO, w_OI with T tokens (all leading dimensions), I inputs, O outputs. A suffix
+q marks quantized values, r or c whether they were quantized for a product that contracts over
+their columns (along rows) or over their rows::
 
-    output      y_TO  = (xq_TI  @ wq_OI.T) * (x_scale_inv * w_scale_inv)
-    grad_input  dx_TI = (gq_TO  @ wq_OI)   * (g_scale_inv * w_scale_inv)
-    grad_weight dw_OI = (gq_TO.T @ xq_TI)  * (g_scale_inv * x_scale_inv)
+    output      y_TO  = (xqr_TI  @ wqr_OI.T) * (x_scale_inv * w_scale_inv)
+    grad_input  dx_TI = (gqr_TO  @ wqc_OI)   * (g_scale_inv * w_scale_inv)
+    grad_weight dw_OI = (gqc_TO.T @ xqc_TI)  * (g_scale_inv * x_scale_inv)
+
+How an operand is quantized, and whether r and c differ, is its recipe's (``quantizers.py``).
+Where scales are powers of two by block, values come dequantized and the factor behind the
+product falls away.
 
 Products of FP8 values are exact in FP32, and the sums are FP32's. On CUDA they leave the
 product in FP32 and are rounded once, to BF16, after scaling. On CPU PyTorch has no BF16
@@ -26,30 +31,34 @@ from torch import Tensor, nn
 from parallel.config import Precision
 from parallel.precision import kernels
 from parallel.precision.layers import Observation
-from parallel.precision.quantize import Quantized, TensorSlot
+from parallel.precision.quantizers import Factor, Kept, Quantized, Quantizer
 from parallel.precision.recipes import Role
 from parallel.tensor import Shard, mark_sharded
 
 
-def scaled_product(
-    a: Tensor,
-    b: Tensor,
-    a_scale_inv: Tensor,
-    b_scale_inv: Tensor,
-    library: kernels.Library | None = None,
-) -> Tensor:
-    """``a @ b * (a_scale_inv * b_scale_inv)`` in BF16, with FP32 sums and FP32 scales."""
-    if a.is_cuda:
-        product = torch.mm(a, b, out_dtype=torch.float32)
-        return product.mul_(a_scale_inv * b_scale_inv).to(torch.bfloat16)
-    product = torch.mm(a, b)
+def product(a: Factor, b: Factor, library: kernels.Library | None = None) -> Tensor:
+    """``a @ b`` in BF16 with FP32 sums, and their scales applied in FP32 where they have any."""
+    if a.values.dtype == torch.float32 or b.values.dtype == torch.float32:
+        return torch.mm(a.values.float(), b.values.float()).to(torch.bfloat16)
+    if a.values.is_cuda:
+        result = torch.mm(a.values, b.values, out_dtype=torch.float32)
+        if a.scale_inv is not None and b.scale_inv is not None:
+            result.mul_(a.scale_inv * b.scale_inv)
+        return result.to(torch.bfloat16)
+    result = torch.mm(a.values, b.values)
+    if a.scale_inv is None or b.scale_inv is None:
+        return result
     if library is None:
         # A scalar tensor on CPU takes part at FP32 inside the kernel, not rounded to BF16.
-        return product.mul_(a_scale_inv * b_scale_inv)
+        return result.mul_(a.scale_inv * b.scale_inv)
     library.octavo_rescale(
-        product.data_ptr(), product.numel(), a_scale_inv.data_ptr(), b_scale_inv.data_ptr()
+        result.data_ptr(), result.numel(), a.scale_inv.data_ptr(), b.scale_inv.data_ptr()
     )
-    return product
+    return result
+
+
+def _transposed(factor: Factor) -> Factor:
+    return Factor(factor.values.t(), factor.scale_inv)
 
 
 def _bf16(x: Tensor) -> Tensor:
@@ -103,18 +112,19 @@ class Float8Linear(nn.Linear):
         dtype: torch.dtype,
         device: torch.device,
         bind: Callable[[], object],
+        bias: bool = False,
         shard: Shard | None = None,
         observation: Observation | None = None,
     ) -> None:
-        """``bind`` has this layer's ``slots`` set; it is called at the first forward.
+        """``bind`` has this layer's ``operands`` set; it is called at the first forward.
 
         With ``shard`` the features are those of this rank's part of the matrix. While
         ``observation`` is paused nothing is observed.
         """
-        super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
         self.name = name
         self.current: Precision = "fp8"
-        self.slots: dict[Role, TensorSlot] | None = None
+        self.operands: dict[Role, Quantizer] | None = None
         self.shard = shard
         if shard is not None:
             mark_sharded(self.weight)
@@ -129,7 +139,7 @@ class Float8Linear(nn.Linear):
         ``undo``: powers of two [in_features] that the quantized input is multiplied by in the
         product, and the unquantized one in BF16 (Smooth SwiGLU's ``s^-1``).
         """
-        if self.slots is None:
+        if self.operands is None:
             self._bind()
         if self.shard is None:
             return self._own(input, undo)
@@ -138,32 +148,38 @@ class Float8Linear(nn.Linear):
     def _own(self, input: Tensor, undo: Tensor | None) -> Tensor:
         """The product of this rank's shard alone."""
         if self.current == "fp8":
-            return _Float8Product.apply(input, self.weight, self, undo)
+            return _Float8Product.apply(input, self.weight, self.bias, self, undo)
         if self._observes:
             self._observe_operands(input)
-        output = F.linear(input if undo is None else input * undo, self.weight)
+        output = F.linear(input if undo is None else input * undo, self.weight, self.bias)
         if self.training and output.requires_grad:
-            output = _ObserveGradient.apply(output, self.slot("grad_output"))
+            output = _ObserveGradient.apply(output, self.operand("grad_output"))
         return output
 
     @property
     def _observes(self) -> bool:
         return self.training and self._observation.active
 
-    def slot(self, role: Role) -> TensorSlot:
-        """Where the operand ``role`` gets its scale and leaves its statistics now."""
-        assert self.slots is not None
-        slot = self.slots[role]
-        return slot if self._observes else slot.without_observation()
+    def operand(self, role: Role) -> Quantizer:
+        """What quantizes the operand ``role`` now; outside training it leaves no trace."""
+        assert self.operands is not None
+        quantizer = self.operands[role]
+        return quantizer if self._observes else quantizer.quiet()
 
-    def quantized_weight(self) -> Quantized:
+    def quantized_weight(self, *, for_dgrad: bool) -> Quantized:
         """wq_OI, quantized at the first call after ``forget_weight``."""
+        kept = self._weight_q
         # What evaluation quantized was not observed: training sees it once a step all the same.
-        if self._weight_q is None or (self._observes and not self._weight_seen):
+        seen = self._weight_seen or not self._observes
+        if kept is None or not seen or (for_dgrad and kept.columns is None):
+            quantizer = self.operand("weight")
+            if self._weight_seen:
+                quantizer = quantizer.quiet()
             weight = _bf16(self.weight.detach())
-            self._weight_q = self.slot("weight").quantize(weight, keep_payload=False)
-            self._weight_seen = self._observes
-        return self._weight_q
+            kept = quantizer.quantize(weight, "values" if for_dgrad else "none")
+            self._weight_q = kept
+            self._weight_seen = self._weight_seen or self._observes
+        return kept
 
     def forget_weight(self) -> None:
         """The weight has changed or may have: quantize it again when next needed."""
@@ -171,18 +187,18 @@ class Float8Linear(nn.Linear):
         self._weight_seen = False
 
     def _observe_operands(self, input: Tensor) -> None:
-        self.slot("input").observe(_bf16(input.detach()))
+        self.operand("input").observe(_bf16(input.detach()))
         if not self._weight_seen:
-            self.slot("weight").observe(_bf16(self.weight.detach()))
+            self.operand("weight").observe(_bf16(self.weight.detach()))
             self._weight_seen = True
 
     def extra_repr(self) -> str:
         """Present precision, and each operand's format and scaling."""
         line = f"{self.in_features} → {self.out_features}, {self.name}, {self.current}"
-        if self.current == "fp8" and self.slots is not None:
+        if self.current == "fp8" and self.operands is not None:
             operands = (
-                f"{role} {slot.format.name} {slot.recipe.scaling}"
-                for role, slot in self.slots.items()
+                f"{role} {quantizer.format.name} {quantizer.granularity}"
+                for role, quantizer in self.operands.items()
             )
             line += ": " + ", ".join(operands)
         return line
@@ -193,55 +209,68 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, layer: Float8Linear, undo: Tensor | None
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Float8Linear,
+        undo: Tensor | None,
     ) -> Tensor:
-        slot = layer.slot("input")
         x_TI = _bf16(input.reshape(-1, layer.in_features))
-        x = slot.quantize(x_TI, keep_payload=weight.requires_grad)
-        w = layer.quantized_weight()
-        # Of the two operands the weight is the smaller; by powers of two it stays exact.
-        wq_OI = w.values if undo is None else w.values * undo
-        y_TO = scaled_product(x.values, wq_OI.t(), x.scale_inv, w.scale_inv, slot.library)
-        # The weight's BF16 values are kept, not its FP8 payload: all micro-batches share them.
-        ctx.save_for_backward(x.payload, x.scale_inv, w.values, w.scale_inv, undo)
+        quantizer = layer.operand("input")
+        x = quantizer.quantize(x_TI, "kept" if ctx.needs_input_grad[1] else "none")
+        w = layer.quantized_weight(for_dgrad=ctx.needs_input_grad[0])
+        wqr_OI = w.rows
+        if undo is not None:
+            # Of the two operands the weight is the smaller; by powers of two it stays exact.
+            wqr_OI = Factor(wqr_OI.values * undo, wqr_OI.scale_inv)
+        y_TO = product(x.rows, _transposed(wqr_OI), quantizer.library)
+        if bias is not None:
+            y_TO += _bf16(bias)
+        # The weight's values are kept, not its FP8 payload: all micro-batches share them.
+        ctx.save_for_backward(*(x.kept or (None, None)), *(w.columns or (None, None)), undo)
         ctx.layer = layer
         ctx.input_shape = input.shape
-        ctx.dtypes = input.dtype, weight.dtype
+        ctx.dtypes = input.dtype, weight.dtype, None if bias is None else bias.dtype
         return y_TO.view(*input.shape[:-1], layer.out_features).to(input.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("an FP8 linear has no second derivative (create_graph=True)")
         layer: Float8Linear = ctx.layer
-        payload_TI, x_scale_inv, wq_OI, w_scale_inv, undo = ctx.saved_tensors
-        input_dtype, weight_dtype = ctx.dtypes
-        slot = layer.slot("grad_output")
-        library = slot.library
+        payload_TI, x_scale_inv, wqc_OI, w_scale_inv, undo = ctx.saved_tensors
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        input_dtype, weight_dtype, bias_dtype = ctx.dtypes
         g_TO = _bf16(grad_output.reshape(-1, layer.out_features))
-        g = slot.quantize(g_TO, keep_payload=False)
-        grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            dx_TI = scaled_product(g.values, wq_OI, g.scale_inv, w_scale_inv, library)
+        quantizer = layer.operand("grad_output")
+        g = quantizer.quantize(g_TO, "values" if for_weight else "none")
+        grad_input = grad_weight = grad_bias = None
+        if for_input:
+            dx_TI = product(g.rows, Factor(wqc_OI, w_scale_inv), quantizer.library)
             dx_TI = dx_TI if undo is None else dx_TI.mul_(undo)
             grad_input = dx_TI.view(ctx.input_shape).to(input_dtype)
-        if ctx.needs_input_grad[1]:
-            xq_TI = layer.slot("input").upcast(payload_TI)
-            dw_OI = scaled_product(g.values.t(), xq_TI, g.scale_inv, x_scale_inv, library)
+        if for_weight:
+            assert g.columns is not None
+            xqc_TI = layer.operand("input").unpack(Kept(payload_TI, x_scale_inv))
+            dw_OI = product(_transposed(g.columns), xqc_TI, quantizer.library)
             dw_OI = dw_OI if undo is None else dw_OI.mul_(undo)
             grad_weight = dw_OI.to(weight_dtype)
-        return grad_input, grad_weight, None, None
+        if for_bias:
+            # Of the gradient as it came: a sum over tokens needs no product, so no rounding.
+            grad_bias = g_TO.sum(0, dtype=torch.float32).to(bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 class _ObserveGradient(torch.autograd.Function):
     """The identity, which sees the gradient that passes backward through it."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, slot: TensorSlot) -> Tensor:
-        ctx.slot = slot
+    def forward(ctx: Any, output: Tensor, quantizer: Quantizer) -> Tensor:
+        ctx.quantizer = quantizer
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        ctx.slot.observe(_bf16(grad_output.detach()))
+        ctx.quantizer.observe(_bf16(grad_output.detach()))
         return grad_output, None

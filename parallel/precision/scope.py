@@ -23,17 +23,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, Precision
-from parallel.precision import kernels, recipes, scaling
+from parallel.precision import kernels, recipes
 from parallel.precision.formats import FORMATS
 from parallel.precision.layers import NormLinear, NormMLP, Observation, RMSNorm, recomputed
 from parallel.precision.linear import BF16Linear, Float8Linear
-from parallel.precision.quantize import COUNTERS, TensorSlot
+from parallel.precision.quantizers import COUNTERS, ENERGIES, StateRow
 from parallel.precision.recipes import ROLES
+from parallel.precision.registry import QUANTIZERS
 from parallel.tensor import ShardKind, TensorGroup, shard_of
 
 logger = logging.getLogger(__name__)
 
-STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS)
+STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS, *ENERGIES)
 """Columns of ``PrecisionScope.statistics``."""
 
 
@@ -202,7 +203,7 @@ class PrecisionScope:
         ``group`` is the ranks that hold the same linears (data × tensor of one stage); None
         is no other rank. A collective: every rank of the group calls it.
         """
-        if group is None or not self._linears:
+        if group is None or not self._linears or not self.recipe.has_state:
             return
         # As integers: the order is the same for non-negative floats, and a NaN, which
         # compares as the largest, reaches every rank whatever the backend's float maximum.
@@ -229,8 +230,8 @@ class PrecisionScope:
 
         They cost it passes over each tensor; the C casts always count. Amax is always kept.
         """
-        for slot in self._packed().slots:
-            slot.collect = every_counter
+        for quantizer in self._packed().quantizers:
+            quantizer.collect = every_counter
 
     def statistics(self) -> tuple[tuple[str, ...], Tensor]:
         """What the steps finished since the last call saw; starts anew.
@@ -250,7 +251,7 @@ class PrecisionScope:
 
         Empty for recipes without state. After copying in, call ``load_meta``.
         """
-        if not self._linears or self.recipe.scaling == "current":
+        if not self._linears or not self.recipe.has_state:
             return {}
         state = self._packed()
         return {"amax_history": state.history, "scale": state.scale}
@@ -275,9 +276,9 @@ class PrecisionScope:
     def _packed(self) -> _PackedState:
         if self._state is None:
             self._state = _PackedState(self.recipe, len(self._linears), self.device, self._kernels)
-            for index, layer in enumerate(self._linears.values()):
-                slots = self._state.slots[index * len(ROLES) : (index + 1) * len(ROLES)]
-                layer.slots = dict(zip(ROLES, slots, strict=True))
+            made = iter(self._state.quantizers)
+            for layer in self._linears.values():
+                layer.operands = {role: next(made) for role in ROLES}
         return self._state
 
 
@@ -291,35 +292,40 @@ class _PackedState:
         device: torch.device,
         library: kernels.Library | None,
     ) -> None:
-        formats = [FORMATS[recipe.format_of(role)] for role in ROLES] * num_linears
-        tensors = len(formats)
-        rows = recipe.amax_history_len if recipe.scaling == "delayed" else 1
+        operands = [(role, FORMATS[recipe.format_of(role)]) for role in ROLES] * num_linears
+        tensors = len(operands)
         self.recipe = recipe
-        self.history = torch.zeros(rows, tensors, device=device)
+        self.kind = QUANTIZERS[recipe.scaling]
+        self.history = torch.zeros(
+            recipe.amax_history_len if recipe.has_state else 1, tensors, device=device
+        )
         # Row 0 is where this step's amax gathers, as in Transformer Engine.
         self.amax = self.history[0]
         self.scale = torch.ones(tensors, device=device)
-        self.fp8_max = torch.tensor([format.max for format in formats], device=device)
+        self.fp8_max = torch.tensor([format.max for _, format in operands], device=device)
         self.counters = torch.zeros(tensors, len(COUNTERS), dtype=torch.int64, device=device)
+        self.energies = torch.zeros(tensors, len(ENERGIES), dtype=torch.float64, device=device)
         self.report = torch.zeros(tensors, len(STATISTICS_COLUMNS), device=device)
-        self.slots = [
-            TensorSlot(format, recipe, self.amax[i], self.scale[i], self.counters[i], library)
-            for i, format in enumerate(formats)
+        self.quantizers = [
+            self.kind(role, format, recipe, self._row(i), library)
+            for i, (role, format) in enumerate(operands)
         ]
 
+    def _row(self, i: int) -> StateRow:
+        energies = self.energies[i] if self.recipe.sqnr else None
+        return StateRow(self.amax[i], self.scale[i], self.counters[i], energies)
+
     def finish_step(self, applied: bool) -> None:
-        torch.maximum(self.report[:, 0], self.amax, out=self.report[:, 0])
-        self.report[:, 1] = self.scale
-        self.report[:, 2:] += self.counters
+        report = self.report
+        torch.maximum(report[:, 0], self.amax, out=report[:, 0])
+        report[:, 1] = self.kind.used_scale(self.recipe, self.amax, self.scale, self.fp8_max)
+        report[:, 2 : 2 + len(COUNTERS)] += self.counters
         self.counters.zero_()
-        if applied and self.recipe.scaling == "delayed":
-            scaling.update_delayed_(
-                self.history,
-                self.scale,
-                self.fp8_max,
-                margin=self.recipe.margin,
-                algorithm=self.recipe.amax_compute_algo,
-            )
+        if self.recipe.sqnr:
+            report[:, 2 + len(COUNTERS) :] += self.energies
+            self.energies.zero_()
+        if applied:
+            self.kind.update_(self.recipe, self.history, self.scale, self.fp8_max)
         self.amax.zero_()
 
     def take_report(self) -> Tensor:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from parallel.config import FP8Config
 from parallel.precision import kernels, recipes
 from parallel.precision.formats import E4M3, E5M2, Float8Format, saturating_cast
-from parallel.precision.quantize import TensorSlot
+from parallel.precision.per_tensor import DelayedQuantizer
+from parallel.precision.quantizers import Kept, StateRow
 
 FORMATS = [E4M3, E5M2]
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
@@ -25,12 +26,13 @@ by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format
 by_way = pytest.mark.parametrize("way", WAYS)
 
 
-def slot_of(format: Float8Format, way: str, scale: float = 1.0) -> TensorSlot:
+def quantizer_of(format: Float8Format, way: str, scale: float = 1.0) -> DelayedQuantizer:
     library = kernels.load() if way == "compiled" else None
     assert way == "plain" or library is not None, "the tests need a C compiler"
     recipe = recipes.expand(FP8Config())
     counters = torch.zeros(4, dtype=torch.int64)
-    return TensorSlot(format, recipe, torch.zeros(()), torch.tensor(scale), counters, library)
+    row = StateRow(torch.zeros(()), torch.tensor(scale), counters)
+    return DelayedQuantizer("input", format, recipe, row, library)
 
 
 def expected_codes(x: torch.Tensor, format: Float8Format) -> np.ndarray:
@@ -54,7 +56,7 @@ def assert_same_codes(mine: torch.Tensor, theirs: np.ndarray, format: Float8Form
 def test_every_code_upcasts_to_the_value_that_ml_dtypes_gives_it(format, way):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     payload = codes.view(format.dtype)
-    values = slot_of(format, way).upcast(payload)
+    values, _ = quantizer_of(format, way).unpack(Kept(payload, torch.ones(())))
     expected = codes.numpy().view(NUMPY[format.name]).astype(np.float32)
     numbers = ~np.isnan(expected)
     np.testing.assert_array_equal(values.float().numpy(), expected)
@@ -67,12 +69,12 @@ def test_every_code_upcasts_to_the_value_that_ml_dtypes_gives_it(format, way):
 @by_way
 @pytest.mark.parametrize("scale", [1.0, 2.0**-9, 3.7e4, 0.013, 3.0e38])
 def test_every_bf16_input_is_rounded_as_ml_dtypes_does(format, way, scale):
-    quantized = slot_of(format, way, scale).quantize(ALL_BF16, keep_payload=True)
+    quantized = quantizer_of(format, way, scale).quantize(ALL_BF16, "kept")
     scaled = ALL_BF16.float() * torch.tensor(scale)
     expected = expected_codes(scaled, format)
-    assert_same_codes(quantized.payload, expected, format)
+    assert_same_codes(quantized.kept.payload, expected, format)
     np.testing.assert_array_equal(
-        quantized.values.float().numpy(), expected.view(NUMPY[format.name]).astype(np.float32)
+        quantized.rows.values.float().numpy(), expected.view(NUMPY[format.name]).astype(np.float32)
     )
 
 
@@ -91,7 +93,7 @@ def test_a_tie_goes_to_the_even_code(format, way):
     low, high = codes[:-1], codes[1:]
     finite = np.isfinite(low) & np.isfinite(high) & (low >= 0) & (np.arange(254) < 127)
     middle = torch.tensor(((low + high) / 2)[finite], dtype=torch.bfloat16)
-    payload = slot_of(format, way).quantize(middle, keep_payload=True).payload
+    payload = quantizer_of(format, way).quantize(middle, "kept").kept.payload
     got = payload.view(torch.uint8).int()
     lower = torch.arange(254)[torch.from_numpy(finite)]
     assert torch.equal(got, (lower + (lower % 2)).int())
@@ -102,7 +104,7 @@ def test_a_tie_goes_to_the_even_code(format, way):
 @by_way
 def test_infinities_saturate_with_their_sign_and_nan_survives(format, way):
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, -1e30]).bfloat16()
-    values = slot_of(format, way).quantize(x, keep_payload=False).values.float()
+    values = quantizer_of(format, way).quantize(x, "none").rows.values.float()
     assert values[[0, 1, 3, 4]].tolist() == [format.max, -format.max, format.max, -format.max]
     assert values[2].isnan()
 
@@ -110,7 +112,7 @@ def test_infinities_saturate_with_their_sign_and_nan_survives(format, way):
 @by_format
 @by_way
 def test_counters_tell_saturated_underflowed_nonfinite_and_all(format, way):
-    slot = slot_of(format, way)
+    quantizer = quantizer_of(format, way)
     tiny = format.min_subnormal
     x = [
         *(format.max, format.max * 1.01),  # rounding alone brings these to max
@@ -118,36 +120,36 @@ def test_counters_tell_saturated_underflowed_nonfinite_and_all(format, way):
         *(0.0, -0.0, tiny, tiny / 2, -tiny / 4, tiny * 0.75),  # a tie with 0 underflows
         *(torch.inf, torch.nan, -torch.inf),
     ]
-    slot.quantize(torch.tensor(x).bfloat16(), keep_payload=False)
-    assert slot.counters.tolist() == [2, 2, 3, len(x)]
-    slot.quantize(torch.tensor(x).bfloat16(), keep_payload=False)
-    assert slot.counters.tolist() == [4, 4, 6, 2 * len(x)]
+    quantizer.quantize(torch.tensor(x).bfloat16(), "none")
+    assert quantizer.row.counters.tolist() == [2, 2, 3, len(x)]
+    quantizer.quantize(torch.tensor(x).bfloat16(), "none")
+    assert quantizer.row.counters.tolist() == [4, 4, 6, 2 * len(x)]
 
 
 @by_way
 def test_amax_is_the_maximum_over_calls_and_keeps_a_nan(way):
-    slot = slot_of(E4M3, way)
+    quantizer = quantizer_of(E4M3, way)
     for values, amax in (([1.5, -3.0], 3.0), ([2.0], 3.0), ([-torch.inf], torch.inf)):
-        slot.observe(torch.tensor(values).bfloat16())
-        assert slot.amax.item() == amax
-    slot.observe(torch.tensor([torch.nan, 1.0]).bfloat16())
-    slot.observe(torch.tensor([torch.inf, 1.0]).bfloat16())
-    assert slot.amax.isnan()
+        quantizer.observe(torch.tensor(values).bfloat16())
+        assert quantizer.row.amax.item() == amax
+    quantizer.observe(torch.tensor([torch.nan, 1.0]).bfloat16())
+    quantizer.observe(torch.tensor([torch.inf, 1.0]).bfloat16())
+    assert quantizer.row.amax.isnan()
 
 
 @by_way
 def test_an_empty_tensor_leaves_everything_as_it_was(way):
-    slot = slot_of(E4M3, way, 2.0)
-    slot.observe(torch.zeros(0, 4).bfloat16())
-    quantized = slot.quantize(torch.zeros(0, 4).bfloat16(), keep_payload=True)
-    assert quantized.payload.shape == (0, 4)
-    assert (slot.amax.item(), slot.scale.item()) == (0.0, 2.0)
-    assert slot.counters.tolist() == [0, 0, 0, 0]
+    quantizer = quantizer_of(E4M3, way, 2.0)
+    quantizer.observe(torch.zeros(0, 4).bfloat16())
+    quantized = quantizer.quantize(torch.zeros(0, 4).bfloat16(), "kept")
+    assert quantized.kept.payload.shape == (0, 4)
+    assert (quantizer.row.amax.item(), quantizer.row.scale.item()) == (0.0, 2.0)
+    assert quantizer.row.counters.tolist() == [0, 0, 0, 0]
 
 
 def test_a_strided_input_is_quantized_in_its_logical_order():
     x = torch.randn(33, 70).bfloat16().t()
-    ways = [slot_of(E4M3, way, 9.0).quantize(x, keep_payload=False).values for way in WAYS]
+    ways = [quantizer_of(E4M3, way, 9.0).quantize(x, "none").rows.values for way in WAYS]
     assert torch.equal(*ways)
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from parallel.precision import kernels, recipes
 from parallel.precision.formats import E4M3, E5M2
-from parallel.precision.quantize import TensorSlot
+from parallel.precision.per_tensor import CurrentQuantizer
+from parallel.precision.quantizers import StateRow
 from parallel.precision.scaling import FLOAT32_MAX, amax_to_scale, tensor_to_amax, update_delayed_
 
 AMAX = st.one_of(
@@ -133,9 +134,10 @@ def test_a_quantized_tensor_uses_the_scale_of_its_own_amax(way, power_of_two, am
     recipe = recipes.Recipe("current", "E4M3", "E5M2", power_of_two=power_of_two)
     library = kernels.load() if way == "compiled" else None
     counters = torch.zeros(4, dtype=torch.int64)
-    slot = TensorSlot(E4M3, recipe, torch.zeros(()), torch.ones(()), counters, library)
+    row = StateRow(torch.zeros(()), torch.ones(()), counters)
+    quantizer = CurrentQuantizer("input", E4M3, recipe, row, library)
     x = torch.tensor([amax, amax / 3]).bfloat16()
-    quantized = slot.quantize(x, keep_payload=False)
+    quantized = quantizer.quantize(x, "none")
     expected = amax_to_scale(tensor_to_amax(x), 448.0, power_of_two=power_of_two)
-    assert slot.scale.item() == expected.item()
-    assert quantized.scale_inv.item() == divide(1.0, expected.item())
+    assert row.scale.item() == expected.item()
+    assert quantized.rows.scale_inv.item() == divide(1.0, expected.item())
