@@ -1,9 +1,9 @@
 """The ``octavo`` command.
 
 Exit codes: 0 succeeded, 100 job failed, 101 not finished, 102 not found, 103 cancelled;
-2 usage or spec error, 3 controller unreachable, 130 interrupted, 1 anything else.
-``-o json`` on everything that lists or shows. A job is named by its id, its name or a
-unique beginning.
+2 usage or spec error, 3 controller unreachable, 130 interrupted, 143 terminated, 1 anything
+else. ``-o json`` on every command, for what it shows and for its errors. A job is named by
+its id, its name or a unique beginning.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from orchestrator.cli_show import (
     NOT_FOUND,
     UNREACHABLE,
     USAGE,
+    CommandError,
     Output,
     complain,
-    complain_of,
     event_line,
     exit_code,
     print_job,
@@ -124,15 +124,21 @@ def logs(
     rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
     attempt: Annotated[int | None, typer.Option(min=1, help="Of which attempt.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
+    output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
     """What a rank printed."""
     client = _client(home)
     first = client.logs(job, rank, attempt)
     if not first["exists"] and not follow:
-        complain(f"rank {rank} has no log of attempt {first['attempt']}")
-        raise typer.Exit(NOT_FOUND)
+        remedy = "`octavo status -o json` shows the attempts, the spec the ranks"
+        raise CommandError(
+            f"rank {rank} has no log of attempt {first['attempt']}", remedy, NOT_FOUND
+        )
     for text in client.follow_logs(job, rank, attempt, follow=follow):
+        if output is Output.json:
+            print_json_line({"rank": rank, "text": text})
+            continue
         sys.stdout.write(text)
         sys.stdout.flush()
     if follow:
@@ -162,10 +168,12 @@ def events(
 
 
 @app.command()
-def watch(job: JobArgument, home: HomeOption = None) -> None:
+def watch(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
     """Follow a job in a live view until it ends."""
-    from orchestrator.cli_watch import follow
+    from orchestrator.cli_watch import follow, follow_json
 
+    if output is Output.json:
+        raise typer.Exit(exit_code(follow_json(_client(home), job)))
     raise typer.Exit(exit_code(follow(_client(home), job)))
 
 
@@ -208,9 +216,12 @@ def cancel(
 
 
 @app.command()
-def resume(job: JobArgument, home: HomeOption = None) -> None:
+def resume(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
     """Let a paused, cancelled or failed job go on from its newest checkpoint."""
     queued = _client(home).resume(job, f"resumed by {_user()}")
+    if output is Output.json:
+        print_json(queued)
+        return
     print(f"{queued['id']} {queued['state']}")
 
 
@@ -227,17 +238,17 @@ def up(
     home: HomeOption = None,
 ) -> None:
     """Start a controller and a Ray on this machine, or say that they run."""
-    from orchestrator.cli_run import bring_up
+    from orchestrator.cli_up import bring_up
 
     raise typer.Exit(bring_up(_home(home), slots, standby, output))
 
 
 @app.command()
-def down(home: HomeOption = None) -> None:
-    """End what `octavo up` started; jobs go on at the next one."""
-    from orchestrator.cli_run import bring_down
+def down(output: OutputOption = Output.table, home: HomeOption = None) -> None:
+    """End what `octavo up` started, its jobs after a checkpoint each."""
+    from orchestrator.cli_up import bring_down
 
-    raise typer.Exit(bring_down(_home(home)))
+    raise typer.Exit(bring_down(_home(home), _user(), output))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -247,47 +258,76 @@ def main(arguments: list[str] | None = None) -> None:
 
 def call(arguments: list[str] | None = None) -> int:
     """Run the command; its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     try:
-        code = command.main(arguments, prog_name="octavo", standalone_mode=False)
+        code = command.main(words, prog_name="octavo", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
+        if _output_asked(words) is Output.json:
+            complain(CommandError("interrupted", code=INTERRUPTED), Output.json)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read has had enough, as `head` does; nobody is left to be told.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001 — the last place that can tell it
-        return _tell(error)
+        return _tell(error, _output_asked(words))
 
 
-def _tell(error: Exception) -> int:
-    from orchestrator import client
-    from orchestrator.spec_errors import SpecError
+def _output_asked(words: list[str]) -> Output:
+    """What ``-o`` says, read without Typer: its own errors are told in that form too."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--":
+            break
+        value = following if word in ("-o", "--output") else ""
+        if word.startswith("--output="):
+            value = word.removeprefix("--output=")
+        elif word.startswith("-o") and not value:
+            value = word.removeprefix("-o").removeprefix("=")
+        if value == Output.json.value:
+            return Output.json
+    return Output.table
 
+
+def _tell(error: Exception, output: Output) -> int:
     show = getattr(error, "show", None)
-    if callable(show):
+    if callable(show) and output is Output.table:
         # A usage error of Typer's, which has them in a module of its own.
         show()
         return USAGE
+    told = _error_of(error)
+    if told is None and output is Output.table:
+        raise error
+    # Even what nobody foresaw is one object to a program.
+    told = told or CommandError(f"octavo failed: {type(error).__name__}: {error}")
+    complain(told, output)
+    return told.code
+
+
+def _error_of(error: Exception) -> CommandError | None:
+    """The error as a person is told it; None: nobody foresaw it."""
+    from orchestrator import client
+    from orchestrator.spec_errors import SpecError
+
+    usage = getattr(error, "format_message", None)
+    if callable(usage):
+        return CommandError(str(usage()), "`octavo --help` shows the commands", USAGE)
     match error:
+        case CommandError():
+            return error
         case SpecError():
-            complain_of(error.problems)
-            return USAGE
+            return CommandError.of_spec(error.problems)
         case client.UnreachableError():
-            complain(str(error), "start one with `octavo up`, or run a job alone: `octavo run`")
-            return UNREACHABLE
+            return CommandError(str(error), error.remedy, UNREACHABLE)
         case client.NotFoundError():
-            complain(str(error), "`octavo list` shows the jobs there are")
-            return NOT_FOUND
+            return CommandError(str(error), "`octavo list` shows the jobs there are", NOT_FOUND)
         case client.NotAuthorizedError():
             remedy = f"it is in the home's `token`; elsewhere set ${client.TOKEN_VARIABLE}"
-            complain(str(error), remedy)
-            return 1
+            return CommandError(str(error), remedy)
         case client.ClientError() | OSError():
-            complain(str(error))
-            return 1
-    raise error
+            return CommandError(str(error))
+    return None
 
 
 def _home(path: Path | None) -> Home:

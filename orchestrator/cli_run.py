@@ -1,42 +1,31 @@
-"""``octavo run``, ``up`` and ``down``: a controller and a Ray of the command's own.
+"""``octavo run``: one job on a controller and a Ray of the command's own.
 
-``run`` promises that all it started has ended when it returns, also on Ctrl-C, a
-SIGTERM, or when it is killed itself (the host ends with it).
+Promises: all that it started has ended when it returns, also on Ctrl-C, a SIGTERM, or when
+it is killed itself (the host ends with it); its last words say where the job stands.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import secrets
-import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
-from orchestrator.cli_show import (
-    INTERRUPTED,
-    Output,
-    complain,
-    exit_code,
-    print_json,
-)
+from orchestrator.cli_close import conclude, going_on
+from orchestrator.cli_show import CommandError, Output, exit_code
 from orchestrator.cli_watch import follow
 from orchestrator.client import Client, ClientError
-from orchestrator.home import Home, HomeConfig
-from orchestrator.local import LocalError, Starting, end_host, running_host
+from orchestrator.interrupts import Interrupted, interruptible, uninterruptible
+from orchestrator.local import LocalError, Starting
 from orchestrator.node_groups import need_of
+from orchestrator.private_home import PrivateHome, sweep
 from orchestrator.spec import JobSpec, load_spec, spec_data
 from orchestrator.spec_errors import Problem, SpecError
 
 CANCEL_S = 20.0
 """Seconds that an interrupted job has to save a checkpoint and its summary."""
-FEWEST_SLOTS = 4
 
 
 def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) -> int:
@@ -49,146 +38,82 @@ def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) ->
         spec = spec.model_copy(update={"checkpoint": checkpoint})
     # What is asked for on stdout is the summary alone where it is JSON.
     told = sys.stderr if output is Output.json else sys.stdout
-    home = Home(folder / f".octavo-{secrets.token_hex(4)}")
-    home.create(HomeConfig(jobs_dir=folder))
-    host: Starting | None = None
+    for left in sweep(folder):
+        print(f"a run that was killed left its controller; it is in {left} now", file=told)
+    work = _Work(spec, str(file), PrivateHome(folder, keep=keep_home), told)
+    ended: Interrupted | LocalError | None = None
+    home: Path | None = None
     try:
-        with _interruptible():
-            print(f"{spec.name}: starting a local Ray", file=told, flush=True)
-            host = Starting(home, need_of(spec).slots, tied=True)
-            host.wait()
-            return _follow_to_end(Client.of_home(home), spec, str(file), host, output, told)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except LocalError as error:
-        complain(str(error))
-        return 1
+        with interruptible():
+            work.run()
+    except (Interrupted, LocalError) as error:
+        ended = error
     finally:
-        with _uninterruptible():
-            if host is not None:
-                host.end()
-            if not keep_home:
-                shutil.rmtree(home.path, ignore_errors=True)
+        with uninterruptible():
+            home = work.end()
+    slots = need_of(spec).slots
+    if isinstance(ended, LocalError):
+        remedy = "\n".join(going_on([work.job["id"]], home, slots)) if work.job and home else ""
+        raise CommandError(str(ended), remedy)
+    if work.job is None:
+        assert ended is not None, "a run without a job was interrupted"
+        raise CommandError(f"{ended.word} before the job was submitted", code=ended.code)
+    conclude(work.job, output, told, home, slots)
+    return ended.code if ended else exit_code(work.job["state"])
 
 
-def bring_up(home: Home, slots: int | None, standby: int | None, output: Output) -> int:
-    """Start the host of ``home``, or find it running; the exit code."""
-    found = running_host(home)
-    wanted = slots or max(FEWEST_SLOTS, os.cpu_count() or 1)
-    if found is None:
-        home.create(
-            None if standby is None else home.config().model_copy(update={"standby": standby})
-        )
+class _Work:
+    """What ``octavo run`` holds while it runs."""
+
+    def __init__(self, spec: JobSpec, file: str, private: PrivateHome, told: TextIO) -> None:
+        self.job: dict[str, Any] | None = None
+        """The job as last seen; None before it was submitted."""
+        self._spec = spec
+        self._file = file
+        self._private = private
+        self._told = told
+        self._host: Starting | None = None
+
+    def run(self) -> None:
+        """From the start of Ray until the job is settled.
+
+        Raises ``Interrupted``, after the job had time to save what it can, or ``LocalError``.
+        """
+        print(f"{self._spec.name}: starting a local Ray", file=self._told, flush=True)
+        self._host = Starting(self._private.home, need_of(self._spec).slots, tied=True)
+        self._host.wait()
+        client = Client.of_home(self._private.home)
+        self.job = client.submit(spec_data(self._spec), self._file)
+        self._private.belongs_to(Path(self.job["job_dir"]))
         try:
-            Starting(home, wanted, tied=False).wait()
-        except LocalError as error:
-            complain(str(error))
-            return 1
-        found = running_host(home)
-        assert found is not None, "a host writes its record before it says ready"
-    elif slots is not None and found.slots != slots:
-        complain(f"it runs with {found.slots} slots", "`octavo down` first to change that")
-        return 1
-    elif standby is not None and home.config().standby != standby:
-        now = home.config().standby
-        complain(f"it runs with {now} standby workers", "`octavo down` first to change that")
-        return 1
-    if output is Output.json:
-        print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})
-    else:
-        print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
-    return 0
+            follow(client, self.job["id"], to=self._told, each=self._check_host)
+        except Interrupted as interrupted:
+            self._cancel(client, self.job["id"], interrupted.word)
+            raise
+        self.job = client.job(self.job["id"])
 
+    def end(self) -> Path | None:
+        """End Ray and put the home away; where it lies if the job could go on from it."""
+        if self._host is not None:
+            self._host.end()
+        needed = self.job is not None and self.job["state"] != "succeeded"
+        place = self._private.leave(needed=needed)
+        return place if needed else None
 
-def bring_down(home: Home) -> int:
-    """End the host of ``home`` and all that it started; the exit code."""
-    host = running_host(home)
-    if host is None:
-        print(f"nothing runs in {home.path}")
-        return 0
-    with contextlib.suppress(ClientError):
-        client = Client.of_home(home)
-        going = [j["id"] for j in client.jobs() if not j["settled"]]
-        if going:
-            print(f"{', '.join(going)} will go on at the next `octavo up`")
-    end_host(host, home)
-    print("ended")
-    return 0
-
-
-def _follow_to_end(
-    client: Client, spec: JobSpec, file: str, host: Starting, output: Output, told: TextIO
-) -> int:
-    job = client.submit(spec_data(spec), file)
-
-    def check_host() -> None:
-        if not host.alive():
+    def _check_host(self) -> None:
+        assert self._host is not None
+        if not self._host.alive():
             raise LocalError("the local Ray has ended")
 
-    try:
-        state = follow(client, job["id"], to=told, each=check_host)
-    except KeyboardInterrupt:
-        _cancel(client, job["id"], told)
-        raise
-    _conclude(client.job(job["id"]), output, told)
-    return exit_code(state)
-
-
-def _cancel(client: Client, job: str, told: TextIO) -> None:
-    """Let the job save what it can; a second Ctrl-C cuts that short."""
-    print(f"ending {job}; again to end it at once", file=told, flush=True)
-    with contextlib.suppress(ClientError, KeyboardInterrupt):
-        client.cancel(job, "interrupted")
-        deadline = time.monotonic() + CANCEL_S
-        while not client.job(job)["settled"] and time.monotonic() < deadline:
-            time.sleep(0.1)
-
-
-def _conclude(job: dict[str, Any], output: Output, told: TextIO) -> None:
-    """The summary and where everything lies."""
-    folder = Path(job["job_dir"])
-    summary: dict[str, Any] | None = None
-    with contextlib.suppress(OSError, ValueError):
-        summary = json.loads((folder / "summary.json").read_text())
-    if output is Output.json:
-        print_json(summary if summary is not None else job)
-        return
-    print(f"\n{job['id']} {job['state']}" + (f": {job['reason']}" if job["reason"] else ""))
-    if summary is not None:
-        for key, value in summary.items():
-            print(f"  {key:<18} {_short(value)}")
-    for name, path in (
-        ("summary", folder / "summary.json"),
-        ("report", folder / "report.html"),
-        ("W&B run", _wandb_dir(folder)),
-        ("logs", folder / "logs"),
-    ):
-        if path is not None and path.exists():
-            print(f"{name:<8} {path}")
-
-
-def _wandb_dir(folder: Path) -> Path | None:
-    """The folder of the job's W&B run."""
-    runs = sorted((folder / "wandb").rglob("run-*.wandb"))
-    return runs[-1].parent if runs else None
-
-
-def _short(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        if value and all(isinstance(v, dict) for v in value):
-            return f"{len(value)}" + "".join(f"\n    - {_row(v)}" for v in value)
-        return ", ".join(map(str, value)) if value else "none"
-    return str(value)
-
-
-def _row(value: dict[str, Any]) -> str:
-    parts = [str(value.get("kind", ""))]
-    if "step" in value:
-        parts.append(f"at step {value['step']}")
-    text = value.get("reason") or value.get("message")
-    return " ".join(parts) + (f": {text}" if text else "")
+    def _cancel(self, client: Client, job: str, reason: str) -> None:
+        """Let the job save what it can; a second Ctrl-C cuts that short."""
+        print(f"ending {job} after a checkpoint; again to end it at once", file=self._told)
+        with contextlib.suppress(ClientError, KeyboardInterrupt):
+            self.job = client.cancel(job, reason)
+            deadline = time.monotonic() + CANCEL_S
+            while not self.job["settled"] and time.monotonic() < deadline:
+                time.sleep(0.1)
+                self.job = client.job(job)
 
 
 def _writable_folder(spec: JobSpec, out: Path | None, file: str) -> Path:
@@ -204,31 +129,3 @@ def _writable_folder(spec: JobSpec, out: Path | None, file: str) -> Path:
         remedy = "name another folder with --out"
         raise SpecError([Problem(file, key, str(folder), message, remedy)]) from None
     return folder
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a command as Ctrl-C does."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _uninterruptible() -> Iterator[None]:
-    """Cleaning up is finished, whatever is pressed; a SIGKILL still leaves it to the host."""
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,7 +1,8 @@
 """How the CLI shows things: tables for people, JSON for programs, errors with a remedy.
 
 Promises: what users and runs wrote is never read as markup; colours only on a terminal;
-JSON is one document on stdout, or one object a line where it goes on.
+JSON is one document on stdout, or one object a line where it goes on; an error is then one
+object on stderr, so that stdout never holds anything else.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ NOT_FOUND = 102
 USAGE = 2
 UNREACHABLE = 3
 INTERRUPTED = 130
+"""Ctrl-C; 143 for SIGTERM."""
 
 
 class Output(StrEnum):
@@ -45,19 +47,48 @@ def print_json_line(value: object) -> None:
     print(json.dumps(value, separators=(",", ":")), flush=True)
 
 
-def complain(message: str, remedy: str = "") -> None:
-    """An error on stderr, and what to do about it."""
-    print(f"octavo: {message}", file=sys.stderr)
-    if remedy:
-        print(f"        {remedy}", file=sys.stderr)
+class CommandError(Exception):
+    """Why a command gives up: what, what to do about it, the exit code, problems of a file."""
+
+    def __init__(
+        self, message: str, remedy: str = "", code: int = 1, problems: Sequence[Problem] = ()
+    ) -> None:
+        super().__init__(message, remedy, code, tuple(problems))
+        self.message = message
+        self.remedy = remedy
+        self.code = code
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return self.message
+
+    @classmethod
+    def of_spec(cls, problems: Sequence[Problem]) -> CommandError:
+        """A job file that can't be run."""
+        count = len(problems)
+        message = f"{count} problem{'s' * (count != 1)}; nothing was started"
+        return cls(message, code=USAGE, problems=problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the HTTP API tells errors, with the exit code and the remedy."""
+        return {
+            "error": self.message,
+            "remedy": self.remedy,
+            "exit_code": self.code,
+            "problems": [problem.to_json() for problem in self.problems],
+        }
 
 
-def complain_of(problems: Sequence[Problem]) -> None:
-    """Every problem of a job file, one below the other."""
-    for problem in problems:
+def complain(error: CommandError, output: Output) -> None:
+    """An error on stderr: in lines for a person, or as one object in one line."""
+    if output is Output.json:
+        print(json.dumps(error.to_json(), separators=(",", ":")), file=sys.stderr)
+        return
+    for problem in error.problems:
         print(problem, file=sys.stderr)
-    count = len(problems)
-    print(f"octavo: {count} problem{'s' * (count != 1)}; nothing was started", file=sys.stderr)
+    print(f"octavo: {error.message}", file=sys.stderr)
+    for line in error.remedy.splitlines():
+        print(f"        {line}", file=sys.stderr)
 
 
 def print_jobs(jobs: Sequence[Mapping[str, Any]], now: float | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from monitoring.records import StepRecord
-from orchestrator.cli_show import event_line
+from orchestrator.cli_show import event_line, print_json_line
 from orchestrator.client import Client
 from orchestrator.following import Following
 
@@ -36,6 +36,18 @@ def follow(
         _follow_live(following, out, each)
     else:
         _follow_lines(following, out, each)
+    return following.state
+
+
+def follow_json(client: Client, job: str) -> str:
+    """Every event and step as an object a line until the job is settled; its last state."""
+    following = Following(client, job)
+    while not following.settled:
+        news = following.poll(REFRESH_S)
+        for event in news.events:
+            print_json_line({"event": event})
+        for step in news.steps:
+            print_json_line({"step": step.to_json()})
     return following.state
 
 

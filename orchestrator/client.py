@@ -4,9 +4,9 @@
     job = client.submit(spec_data(spec), "job.yaml")["id"]
     for event in client.follow_events(job): print(event["message"])
 
-Promises: every failure is one of the errors below, told for a person; nothing is retried
-behind the caller's back, except while following, where a controller that restarts is
-waited for.
+Promises: every failure is one of the errors below, told for a person; nothing that a
+controller can have heard is said twice; a controller that restarts is waited for, shortly,
+and longer while following.
 """
 
 from __future__ import annotations
@@ -31,12 +31,24 @@ PATIENCE_S = 60.0
 """Seconds that a follower waits for a controller that doesn't answer."""
 
 
+RESTART_S = 10.0
+"""Seconds that a controller whose host runs may take to answer again."""
+START_ONE = "start one with `octavo up`, or run a job alone: `octavo run`"
+
+
 class ClientError(Exception):
     """What the controller or the way to it said no to."""
 
 
 class UnreachableError(ClientError):
-    """Nobody answers: the controller is not running, or elsewhere."""
+    """Nobody answers: the controller is not running, or elsewhere, or restarts for too long."""
+
+    def __init__(self, message: str, remedy: str = START_ONE) -> None:
+        super().__init__(message, remedy)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class NotAuthorizedError(ClientError):
@@ -56,10 +68,14 @@ class ServerError(ClientError):
 
 
 class Client:
-    """One controller's API at ``url``; ``token`` is its bearer token."""
+    """One controller's API at ``url``; ``token`` is its bearer token.
 
-    def __init__(self, url: str, token: str | None) -> None:
+    ``home``: where a controller that restarts says that it listens now.
+    """
+
+    def __init__(self, url: str, token: str | None, home: Home | None = None) -> None:
         self.url = url.rstrip("/")
+        self._home = home
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # A proxy of the environment has no business between us and the loopback.
         local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
@@ -75,12 +91,12 @@ class Client:
             return cls(url, os.environ.get(TOKEN_VARIABLE))
         server = home.server()
         if server is None:
-            raise UnreachableError(f"no controller was started in {home.path}")
+            raise UnreachableError(f"no controller runs in {home.path}")
         try:
             token = home.token()
         except PermissionError as error:
             raise NotAuthorizedError(str(error)) from None
-        return cls(server.url, token)
+        return cls(server.url, token, home)
 
     def healthy(self) -> bool:
         """Whether a controller answers."""
@@ -184,17 +200,47 @@ class Client:
         return self._ask("POST", path, json=body, timeout=TIMEOUT_S)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        try:
-            answer = self._http.request(method, path, **kwargs)
-        except httpx.HTTPError as error:
-            detail = str(error) or type(error).__name__
-            raise UnreachableError(f"no controller answers at {self.url}: {detail}") from None
+        answer = self._answer(method, path, **kwargs)
         if answer.is_success:
             try:
                 return dict(answer.json())
             except ValueError:
                 raise ServerError(f"{self.url} is no Octavo controller") from None
         raise _error_of(answer, self.url)
+
+    def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """The response; where the host of our home runs, the controller's restart is waited for."""
+        deadline = time.monotonic() + RESTART_S
+        while True:
+            try:
+                return self._http.request(method, path, **kwargs)
+            except httpx.HTTPError as error:
+                detail = str(error) or type(error).__name__
+                # A question may be asked twice; an order only if nobody can have heard it.
+                lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+                again = isinstance(error, httpx.ConnectError) or (lost and method == "GET")
+            if not self._restarts():
+                raise UnreachableError(f"no controller answers at {self.url}: {detail}")
+            if not again or time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"the controller at {self.url} doesn't answer, though its host runs: {detail}",
+                    "try again in a moment; if that doesn't help: `octavo down`, `octavo up`",
+                )
+            time.sleep(0.2)
+            self._look_again()
+
+    def _restarts(self) -> bool:
+        """Whether Ray is there to start our controller again."""
+        from orchestrator.local import running_host
+
+        return self._home is not None and running_host(self._home) is not None
+
+    def _look_again(self) -> None:
+        """It may listen elsewhere after its restart."""
+        server = self._home.server() if self._home else None
+        if server is not None and server.url != self.url:
+            self.url = server.url
+            self._http.base_url = httpx.URL(server.url)
 
 
 def _path(job: str, *more: str) -> str:

@@ -80,9 +80,9 @@ def test_two_runs_at_once_do_not_meet_and_each_has_its_summary(tmp_path: Path) -
     assert not list(Path("/tmp").glob(f"octavo-{os.getuid()}-{runs[0].pid}-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_everything_and_says_130(
-    tmp_path: Path, number: signal.Signals
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_ends_everything_and_says_how_to_go_on(
+    tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     file = job_file(tmp_path, training={"steps": 100_000, "seq_len": 32})
     running = start(file, tmp_path / "out")
@@ -90,11 +90,16 @@ def test_an_interrupted_run_ends_everything_and_says_130(
     processes = started_by(running)
     assert any("raylet" in " ".join(p.cmdline()) for p in processes)
     os.killpg(running.pid, number)
-    running.communicate(timeout=60)
-    assert running.returncode == 130
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == code
     assert still_there(processes, 2) == []
     (folder,) = (tmp_path / "out").iterdir()
-    assert json.loads((folder / "summary.json").read_text())["state"] == "cancelled"
+    assert json.loads(out) == json.loads((folder / "summary.json").read_text())
+    assert json.loads(out)["state"] == "cancelled"
+    assert f"{folder.name} cancelled" in err and "its newest checkpoint is of step" in err
+    *_, up, resume = err.strip().splitlines()
+    assert up.strip() == f"octavo up --slots 2 --home {folder / 'controller'}"
+    assert resume.strip() == f"octavo resume {folder.name} --home {folder / 'controller'}"
 
 
 def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -105,6 +110,39 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     running.kill()
     running.wait()
     assert still_there(processes, 40) == []
+    (left,) = (tmp_path / "out").glob(".octavo-*")
+    short = job_file(tmp_path)
+    again = start(short, tmp_path / "out")
+    _, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert not left.exists()
+    (killed,) = (tmp_path / "out").glob("*/controller")
+    assert f"it is in {killed} now" in err
+
+
+def test_what_an_interrupted_run_saved_goes_on_with_the_commands_it_named(tmp_path: Path) -> None:
+    file = job_file(tmp_path, training={"steps": 150, "seq_len": 32, "train_batch_size": 8})
+    running = start(file, tmp_path / "out")
+    wait_for_training(running)
+    running.send_signal(signal.SIGTERM)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 143, err
+    up, resume = (line.split()[1:] for line in err.strip().splitlines()[-2:])
+    home = ["--home", up[-1]]
+    try:
+        assert octavo(*up).returncode == 0
+        assert octavo(*resume).returncode == 0
+        job = resume[1]
+        events = octavo("events", "-f", job, *home)
+        assert events.returncode == 0, events.stdout
+        started = [line for line in events.stdout.splitlines() if "attempt_started" in line]
+        assert "from a checkpoint" in started[-1], events.stdout
+    finally:
+        assert octavo("down", *home).returncode == 0
+
+
+def octavo(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*OCTAVO, *words], capture_output=True, text=True)
 
 
 def test_what_can_not_run_is_told_before_anything_starts(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import yaml
 
 from orchestrator.api import create_app
 from orchestrator.cli import call
+from orchestrator.cli_close import conclude
+from orchestrator.cli_show import Output
 from orchestrator.client import Client, NotAuthorizedError, UnreachableError
 from orchestrator.home import Home, Server, TokenExposedError
 from orchestrator.lifecycle import Cause, JobState
@@ -186,6 +190,126 @@ def test_an_absent_controller_is_unreachable_and_the_remedy_is_told(
     assert "octavo up" in told and "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (["list"], 3, "no controller runs in"),
+        (["cancel", "x"], 3, "no controller runs in"),
+        (["resume", "x"], 3, "no controller runs in"),
+        (["watch", "x"], 3, "no controller runs in"),
+        (["logs", "x"], 3, "no controller runs in"),
+        (["submit", "--dry-run", "absent.yaml"], 2, "1 problem"),
+        (["run", "absent.yaml"], 2, "1 problem"),
+        (["lst"], 2, "No such command"),
+        (["status"], 2, "Missing argument"),
+    ],
+)
+def test_with_json_an_error_is_one_object_on_stderr_with_the_same_exit_code(
+    command: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    assert call([*command, "-o", "json"]) == code
+    told = capsys.readouterr()
+    assert told.out == ""
+    error = json.loads(told.err)
+    assert says in error["error"] and error["exit_code"] == code
+    assert call(command) == code
+    assert says in capsys.readouterr().err
+
+
+def test_problems_of_a_job_file_are_told_as_json_with_key_line_and_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = job_file(tmp_path, parallelism={"pipeline": 9}, precison="fp8")
+    for command in (["submit", "--dry-run", "--output=json"], ["run", "-ojson"]):
+        assert call([*command, file]) == 2
+        problems = json.loads(capsys.readouterr().err)["problems"]
+        assert {p["key"] for p in problems} >= {"precison", "parallelism.pipeline"}
+        assert all(p["file"] == file and p["line"] for p in problems)
+
+
+def test_a_controller_that_restarts_is_waited_for_and_followed_to_its_new_address(
+    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.local.running_host", lambda _: object())
+    server = home.server()
+    assert server
+    home.write_server(Server("http://127.0.0.1:9", 9, 0))
+    client = Client.of_home(home)
+    threading.Timer(0.5, home.write_server, [server]).start()
+    assert client.jobs() == []
+
+
+def test_a_controller_that_stays_away_is_told_apart_from_one_that_was_never_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.local.running_host", lambda _: object())
+    monkeypatch.setattr("orchestrator.client.RESTART_S", 0.3)
+    Home(tmp_path).write_server(Server("http://127.0.0.1:9", 9, 0))
+    assert call(["list", "--home", str(tmp_path)]) == 3
+    told = capsys.readouterr().err
+    assert "though its host runs" in told and "start one" not in told
+
+
+def test_down_ends_jobs_after_their_checkpoint_and_says_how_each_goes_on(
+    home: Home,
+    plane: ControlPlane,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = SimpleNamespace(slots=4)
+    ended: list[object] = []
+    monkeypatch.setattr("orchestrator.cli_up.running_host", lambda _: host)
+    monkeypatch.setattr("orchestrator.cli_up.end_host", lambda host, _: ended.append(host))
+    running, waiting = plane.submit("one"), plane.submit("two")
+    plane.steps(3)
+    batch = SupervisorBatch(1, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    plane.controller.report(running, 1, batch)
+
+    def controller_and_supervisor() -> None:
+        while not plane.supervisors.stopped:
+            plane.steps()
+            time.sleep(0.02)
+        last = SupervisorBatch(2, transition=(JobState.CANCELLED, Cause.ENDED))
+        plane.controller.report(running, 1, last)
+        plane.supervisors.done.add(running)
+        assert not ended, "the host goes after the job"
+        # One pass: with another the next in the queue would get the slots.
+        plane.controller.step(plane.now)
+
+    work = threading.Thread(target=controller_and_supervisor)
+    work.start()
+    assert call(["down"]) == 0
+    work.join(5)
+    told = capsys.readouterr().out
+    assert ended == [host]
+    assert f"{running} cancelled" in told and f"octavo resume {running} --home {home.path}" in told
+    assert "it has no checkpoint" in told
+    assert f"{waiting} queued: it starts at the next `octavo up`" in told
+    assert f"octavo resume {waiting}" not in told
+
+
+def test_the_closing_words_name_every_folder_of_the_wandb_run_and_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [tmp_path / "wandb" / f"offline-run-2026010{n}_000000-toy" for n in (1, 2)]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / "run-toy.wandb").touch()
+    job = {"id": "toy-1", "state": "cancelled", "reason": "asked", "job_dir": str(tmp_path)}
+    conclude(job, Output.table, sys.stdout, tmp_path / "controller", 2)
+    told = capsys.readouterr().out
+    assert f"wandb sync {runs[0]} {runs[1]}" in told
+    assert f"octavo up --slots 2 --home {tmp_path}/controller" in told
+    assert f"octavo resume toy-1 --home {tmp_path}/controller" in told
+
+
 def test_an_unknown_job_is_not_found(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "events", "logs", "cancel", "watch", "report"):
         assert call([command, "nobody"]) == 102
@@ -242,7 +366,9 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
-@pytest.mark.parametrize("module", ["cli", "spec", "client", "lifecycle", "recovery", "cli_run"])
+@pytest.mark.parametrize(
+    "module", ["cli", "spec", "client", "lifecycle", "recovery", "cli_run", "cli_up"]
+)
 def test_the_command_starts_without_torch_ray_or_wandb(module: str) -> None:
     code = f"""
 import sys, orchestrator.{module}

@@ -1,0 +1,119 @@
+"""``octavo up`` and ``octavo down``: a long-lived controller and Ray on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from orchestrator.cli_close import going_on, stands
+from orchestrator.cli_show import CommandError, Output, print_json
+from orchestrator.client import Client, ClientError, RefusedError
+from orchestrator.home import Home
+from orchestrator.interrupts import uninterruptible
+from orchestrator.local import LocalError, Starting, end_host, running_host
+
+FEWEST_SLOTS = 4
+CHANGE = "`octavo down` first to change that"
+RUNS = ("starting", "running", "recovering")
+"""States of jobs that have something to end."""
+DOWN_S = 75.0
+"""Seconds that jobs have to save their last checkpoints: the controller ends their ranks
+after 60."""
+
+
+def bring_up(home: Home, slots: int | None, standby: int | None, output: Output) -> int:
+    """Start the host of ``home``, or find it running; the exit code."""
+    found = running_host(home)
+    wanted = slots or max(FEWEST_SLOTS, os.cpu_count() or 1)
+    if found is None:
+        home.create(
+            None if standby is None else home.config().model_copy(update={"standby": standby})
+        )
+        try:
+            Starting(home, wanted, tied=False).wait()
+        except LocalError as error:
+            raise CommandError(str(error)) from None
+        found = running_host(home)
+        assert found is not None, "a host writes its record before it says ready"
+    elif slots is not None and found.slots != slots:
+        raise CommandError(f"it runs with {found.slots} slots", CHANGE)
+    elif standby is not None and home.config().standby != standby:
+        now = home.config().standby
+        raise CommandError(f"it runs with {now} standby workers", CHANGE)
+    if output is Output.json:
+        print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})
+    else:
+        print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
+    return 0
+
+
+def bring_down(home: Home, user: str, output: Output) -> int:
+    """End the jobs of ``home``, each after a checkpoint, then its host; the exit code."""
+    host = running_host(home)
+    told = sys.stderr if output is Output.json else sys.stdout
+    if host is None:
+        if output is Output.json:
+            print_json({"home": str(home.path), "ended": False, "jobs": []})
+        else:
+            print(f"nothing runs in {home.path}")
+        return 0
+    jobs: list[dict[str, Any]] = []
+    try:
+        jobs = _end_jobs(Client.of_home(home), f"`octavo down` by {user}", told)
+    except ClientError as error:
+        # Whoever wants it down gets it down; the jobs go on from what they have saved.
+        print(f"the controller can't be asked to end its jobs: {error}", file=told)
+    with uninterruptible():
+        end_host(host, home)
+    if output is Output.json:
+        print_json({"home": str(home.path), "ended": True, "jobs": jobs})
+        return 0
+    for job in jobs:
+        print(_last_word(job))
+    again = [job["id"] for job in jobs if job["state"] in ("cancelled", "cancelling")]
+    if again:
+        print("\n".join(going_on(again, home.path, host.slots)))
+    print("ended")
+    return 0
+
+
+def _end_jobs(client: Client, reason: str, told: TextIO) -> list[dict[str, Any]]:
+    """Cancel what runs and wait for the last checkpoints, for ``DOWN_S`` at most.
+
+    The jobs that were not at rest, as last seen; those that wait in the queue stay there.
+    """
+    jobs = {job["id"]: job for job in client.jobs() if not job["settled"]}
+    going = [name for name, job in jobs.items() if job["state"] != "queued"]
+    if not going:
+        return list(jobs.values())
+    print(
+        f"ending {', '.join(going)}, each after a checkpoint; Ctrl-C ends them at once",
+        file=told,
+        flush=True,
+    )
+    deadline = time.monotonic() + DOWN_S
+    with contextlib.suppress(KeyboardInterrupt):
+        for name in going:
+            # One that has ended and holds its nodes for a moment more is only waited for.
+            if jobs[name]["state"] not in RUNS:
+                continue
+            # Refused: it came to its end meanwhile.
+            with contextlib.suppress(RefusedError):
+                jobs[name] = client.cancel(name, reason)
+        left = going
+        while left and time.monotonic() < deadline:
+            time.sleep(0.1)
+            jobs |= {name: client.job(name) for name in left}
+            left = [name for name in left if not jobs[name]["settled"]]
+    return [{k: v for k, v in job.items() if k != "spec"} for job in jobs.values()]
+
+
+def _last_word(job: dict[str, Any]) -> str:
+    if job["state"] == "queued":
+        return f"{job['id']} queued: it starts at the next `octavo up`"
+    if job["state"] == "cancelling":
+        return f"{job['id']} was ended before its last checkpoint was written; " + stands(job)
+    return stands(job)
