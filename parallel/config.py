@@ -26,7 +26,8 @@ class ParallelismConfig(_Section):
     """Degrees; their product is the number of ranks."""
 
     tensor: int = Field(1, ge=1)
-    """Ranks that share one layer's matrices."""
+    """Ranks that share one layer's matrices: neighbours, on one node. Embedding and head are
+    held whole by each of them."""
     pipeline: int = Field(1, ge=1)
     """Stages the layers are cut into."""
     data: int | None = Field(None, ge=1)
@@ -47,6 +48,11 @@ class ModelConfig(_Section):
     """Key and value heads; unset: ``num_heads``."""
     ffn_size: int | None = Field(None, ge=16)
     """Inner width of the SwiGLU MLP; unset: 8/3 of hidden_size, rounded up to 32."""
+    smooth_swiglu: bool = False
+    """Scale each channel of the MLP's inner activation before it is quantized (arXiv
+    2409.12517); computes the same in BF16."""
+    tie_embeddings: bool = False
+    """Embedding and head share one matrix."""
     rope_theta: float = Field(10_000.0, gt=0)
     norm_eps: float = Field(1e-5, gt=0)
     init_std: float = Field(0.02, gt=0)

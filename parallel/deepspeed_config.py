@@ -61,6 +61,8 @@ REFUSED: Mapping[str, str] = {
     "csv_monitor": "Octavo writes the metrics; `octavo report -o json` gives them",
     "data_efficiency": "the order of the data is Octavo's, so that it can be replayed",
     "curriculum_learning": "the order of the data is Octavo's, so that it can be replayed",
+    "activation_checkpointing": "set `training.recompute`",
+    "pipeline.activation_checkpoint_interval": "set `training.recompute`",
     "zero_optimization.offload_optimizer": "offloaded state cannot be restored in place",
     "zero_optimization.offload_param": "offloaded state cannot be restored in place",
     "zero_optimization.zenflow": "it bypasses the gradient exchange",
@@ -91,6 +93,9 @@ def own_config(
         # buffer a parameter group and pass through the hook that the exchange hangs on.
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": zero_stage},
+        # What passes between stages is replicated over tensor ranks; cutting it for the way
+        # costs a gather on the other side.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         # DeepSpeed's own progress lines and throughput timer: the latter waits for the device
         # every micro-batch.
         "steps_per_print": None,

@@ -23,6 +23,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import deepspeed
@@ -31,15 +32,15 @@ import torch.distributed as dist
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.config import ParallelismConfig
+from parallel.model_plan import LayerPlan
 from parallel.step_hooks import StepHooks
 from parallel.topology import stage_boundaries
-from parallel.transformer import LayerPlan
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,20 @@ class StagedModule(PipelineModule):
     the embedding as if it were work, and may leave a stage without a transformer layer.
     """
 
-    def __init__(self, plans: Sequence[LayerPlan], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        plans: Sequence[LayerPlan],
+        micro_batch: Callable[[], AbstractContextManager[None]],
+        **kwargs: Any,
+    ) -> None:
+        """``micro_batch()`` stands around each forward of this stage."""
         self._plans = tuple(plans)
-        super().__init__([_PlannedLayer(plan) for plan in plans], **kwargs)
+        self._micro_batch = micro_batch
+        super().__init__([_layer_spec(plan) for plan in plans], **kwargs)
+
+    def forward(self, forward_input: Any) -> Any:
+        with self._micro_batch():
+            return super().forward(forward_input)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = stage_boundaries(
@@ -122,10 +134,26 @@ class _PlannedLayer(LayerSpec):
         return self._plan.build()
 
 
+class _TiedLayer(TiedLayerSpec):
+    """A plan whose module other layers share, on other stages too."""
+
+    def __init__(self, plan: LayerPlan) -> None:
+        super().__init__(plan.tied, nn.Module, forward_fn=plan.forward)
+        self._plan = plan
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._plan.build()
+
+
+def _layer_spec(plan: LayerPlan) -> LayerSpec:
+    return _PlannedLayer(plan) if plan.tied is None else _TiedLayer(plan)
+
+
 def staged_module(
     plans: Sequence[LayerPlan],
     degrees: ParallelismConfig,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
+    micro_batch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> StagedModule:
     """This rank's stage of the model, on DeepSpeed's grid of ranks."""
     topology = PipeModelDataParallelTopology(
@@ -134,7 +162,7 @@ def staged_module(
     with _contained():
         # PipelineModule makes its groups through DeepSpeed's own layer over torch.distributed.
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-        return StagedModule(plans, topology=topology, loss_fn=loss_fn)
+        return StagedModule(plans, micro_batch, topology=topology, loss_fn=loss_fn)
 
 
 def replica_group(engine: Any) -> dist.ProcessGroup:

@@ -28,19 +28,18 @@ from parallel.config import (
     Precision,
 )
 from parallel.deepspeed_config import BatchShape, merged_config, own_config
-from parallel.gradients import GradientExchange
-from parallel.precision import recipes
+from parallel.gradients import ExchangeDtype
+from parallel.model_plan import ModelPlan, parameter_name
+from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
+from parallel.precision.backend import LayerScope
 from parallel.precision.scope import PrecisionScope
+from parallel.rank_groups import RankGroups, build_groups
 from parallel.step_hooks import GradientGroup, StepHooks
-from parallel.topology import Coordinate, coordinates, data_size
-from parallel.transformer import layer_plans, loss_fn, parameter_name
+from parallel.topology import Coordinate, data_size
+from parallel.transformer import layer_plans, loss_fn
 
-ExchangeDtype = Literal["fp8", "bf16", "fp32"]
 MicroBatch = tuple[Tensor, Tensor]
 """Token ids and targets, each int64 [sequences, seq_len]."""
-
-GROUPS = ("matrices", "vectors")
-"""Parameter groups: matrices decay and are exchanged compressed, vectors neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,8 @@ class TrainingNumbers:
     weight_decay: float = 0.1
     max_norm: float = 1.0
     seed: int = 0
+    recompute: Literal["none", "full"] = "none"
+    """``full``: transformer layers keep their input alone and run again in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ class Engine:
         self,
         deepspeed_engine: Any,
         *,
-        model: ModelConfig,
+        plan: ModelPlan,
         switchable: Iterable[str],
         coordinate: Coordinate,
-        scope: PrecisionScope,
+        scope: LayerScope,
         groups: tuple[GradientGroup, ...],
         hooks: StepHooks,
         replicas: dist.ProcessGroup,
@@ -99,15 +100,15 @@ class Engine:
         self.coordinate = coordinate
         self.scope = scope
         self.exchange = groups[0].exchange
-        """Exchange of the matrices; its ``dtype`` can be set between steps."""
+        """Exchange of the matrices."""
         self._engine = deepspeed_engine
-        self._model = model
+        self._plan = plan
         self._switchable = frozenset(switchable)
         self._groups = groups
         self._hooks = hooks
         self._replicas = replicas
         self._pipelined = pipelined
-        self._mlp_weights = _mlp_weights(deepspeed_engine.module, model.num_layers)
+        self._mlp_weights = _mlp_weights(deepspeed_engine.module, plan)
 
     def train_step(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Run one step with learning rate ``lr``: all micro-batches, exchange, update.
@@ -138,8 +139,9 @@ class Engine:
         count = engine.gradient_accumulation_steps()
         for _ in range(count):
             tokens, targets = next(micro_batches)
-            logits = engine(tokens.to(engine.device, non_blocking=True))
-            loss = loss_fn(logits, targets.to(engine.device, non_blocking=True))
+            with self.scope.micro_batch():
+                output = engine(tokens.to(engine.device, non_blocking=True))
+            loss = self._plan.loss(output, targets.to(engine.device, non_blocking=True))
             engine.backward(loss)
             engine.step()
             total += loss.detach()
@@ -176,7 +178,8 @@ class Engine:
 
     def live_tensors(self) -> dict[str, Tensor]:
         """Every tensor of this rank's state, by stable name; copy them out and back in place."""
-        tensors = engine_state.optimizer_tensors(self._engine.optimizer, GROUPS)
+        names = [group.name for group in self._groups]
+        tensors = engine_state.optimizer_tensors(self._engine.optimizer, names)
         for name, tensor in self.scope.state_tensors().items():
             tensors[f"precision.{name}"] = tensor
         for group in self._groups:
@@ -196,7 +199,9 @@ class Engine:
         """Take back ``meta`` after the tensors were copied in place."""
         engine_state.load_counters(self._engine, meta["counters"])
         self.scope.load_meta(meta["precision"])
-        self.exchange.dtype = meta["exchange_dtype"]
+        for group in self._groups:
+            if group.compressed:
+                group.exchange.dtype = meta["exchange_dtype"]
 
     @torch.no_grad()
     def surge_mlp(self, layer: int, factor: float) -> None:
@@ -205,8 +210,9 @@ class Engine:
         Every rank calls it between steps; a rank without the layer does nothing. Raises
         ValueError for a layer that the model doesn't have.
         """
-        if not 0 <= layer < self._model.num_layers:
-            raise ValueError(f"layer {layer}: the model has {self._model.num_layers}")
+        count = sum(plan.transformer for plan in self._plan.layers)
+        if not 0 <= layer < count:
+            raise ValueError(f"layer {layer}: the model has {count}")
         for parameter in self._mlp_weights.get(layer, ()):
             parameter.mul_(factor)
             piece = engine_state.master_piece(parameter)
@@ -233,8 +239,9 @@ def build_engine(
     """Build this rank's engine; the default process group must exist, every rank calls it.
 
     ``LOCAL_RANK`` must be set, and ``DS_ACCELERATOR=cpu`` on a machine without an accelerator.
-    Raises ValueError for degrees that don't fit the world, for tensor parallelism and ZeRO
-    above 1 (not supported), and for a ``deepspeed`` section that contradicts the rest.
+    Raises ValueError for degrees that don't fit the world, for a model that tensor ranks can't
+    share, for ZeRO above 1 (not supported), and for a ``deepspeed`` section that contradicts
+    the rest.
     """
     degrees = _checked_degrees(parallelism)
     assert degrees.data is not None
@@ -253,37 +260,43 @@ def build_engine(
     from parallel import deepspeed_engines
 
     device = torch.device(get_accelerator().current_device_name())
-    scope = PrecisionScope(precision, fp8, num_layers=model.num_layers, device=device)
-    plans = layer_plans(model, seq_len=numbers.seq_len, seed=numbers.seed, scope=scope)
-    pipelined = degrees.pipeline > 1
-    module = (
-        deepspeed_engines.staged_module(plans, degrees, loss_fn)
-        if pipelined
-        else nn.Sequential(*(plan.build() for plan in plans)).to(device)
+    ranks = build_groups(degrees)
+    scope = PrecisionScope(
+        precision, fp8, num_layers=model.num_layers, device=device, tensor=ranks.tensor
     )
-    optimizer = _adamw(module, numbers)
+    plan = _model_plan(model, numbers, scope, ranks)
+    # Sharded and shared parameters are DeepSpeed's pipeline engine's business, one stage or more.
+    tied = any(layer.tied for layer in plan.layers)
+    pipelined = degrees.pipeline > 1 or ranks.tensor is not None or tied
+    module = (
+        deepspeed_engines.staged_module(plan.layers, degrees, plan.loss, scope.micro_batch)
+        if pipelined
+        else nn.Sequential(*(layer.build() for layer in plan.layers)).to(device)
+    )
+    grouped = parameter_groups(module, ranks.tensor)
+    optimizer = adamw(
+        grouped, betas=numbers.betas, eps=numbers.eps, weight_decay=numbers.weight_decay
+    )
     engine = deepspeed_engines.initialize(module, optimizer, config)
     engine_state.create_moments(engine.optimizer.optimizer)
 
     replicas = deepspeed_engines.replica_group(engine)
-    exchanges = (
-        GradientExchange(communication_data_type, gradient_exchange, replicas, device),
-        # A few hundred thousandths of the bytes, and every element of a norm matters: exact.
-        GradientExchange("fp32", gradient_exchange, replicas, device),
+    groups = gradient_groups(
+        engine,
+        grouped,
+        plan.layers,
+        dtype=communication_data_type,
+        config=gradient_exchange,
+        replicas=replicas,
+        device=device,
     )
-    # With error feedback the residuals are state, also before the first exchange.
-    exchanges[0].reserve(engine.optimizer.fp32_groups_gradients_flat[0].numel())
-    if gradient_exchange.error_feedback:
-        # The residual is state: a snapshot of the first step must hold it.
-        exchanges[0].reserve(engine.optimizer.fp32_groups_gradients_flat[0].numel())
-    groups = _gradient_groups(engine, exchanges, model.num_layers)
-    hooks = StepHooks(scope, groups, replicas)
+    hooks = StepHooks(scope, groups, replicas, ranks.stage)
     engine.step_hooks = hooks
     return Engine(
         engine,
-        model=model,
-        switchable=_switchable_linears(model, precision, fp8),
-        coordinate=coordinates(dist.get_rank(), degrees),
+        plan=plan,
+        switchable=_of_all_ranks(scope.layers),
+        coordinate=ranks.coordinate,
         scope=scope,
         groups=groups,
         hooks=hooks,
@@ -292,66 +305,51 @@ def build_engine(
     )
 
 
+def _model_plan(
+    model: ModelConfig, numbers: TrainingNumbers, scope: LayerScope, ranks: RankGroups
+) -> ModelPlan:
+    layers = layer_plans(
+        model,
+        seq_len=numbers.seq_len,
+        seed=numbers.seed,
+        scope=scope,
+        tensor=ranks.tensor,
+        recompute=numbers.recompute == "full",
+    )
+    return ModelPlan(layers, loss_fn)
+
+
 def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
-    if parallelism.tensor != 1:
-        raise ValueError(f"tensor parallelism {parallelism.tensor} is not supported, only 1")
     if parallelism.zero_stage > 1:
         raise ValueError(f"ZeRO stage {parallelism.zero_stage} is not supported, only 0 and 1")
     replicas = data_size(dist.get_world_size(), parallelism)
     return parallelism.model_copy(update={"data": replicas})
 
 
-def _switchable_linears(model: ModelConfig, precision: Precision, fp8: FP8Config) -> list[str]:
-    """Linears of all stages whose precision can change: every rank refuses the same orders."""
-    if precision == "bf16":
-        return []
-    kept = fp8.high_precision_layers
-    return [
-        name
-        for name in recipes.linear_names(model.num_layers)
-        if not recipes.is_high_precision(name, kept, model.num_layers)
-    ]
+def _of_all_ranks(names: tuple[str, ...]) -> set[str]:
+    """The linears of all stages whose precision can change: every rank refuses the same orders."""
+    found: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(found, names)
+    return {name for of_rank in found for name in of_rank}
 
 
-def _adamw(module: nn.Module, numbers: TrainingNumbers) -> torch.optim.AdamW:
-    parameters = list(module.parameters())
-    matrices: dict[str, Any] = {
-        "name": GROUPS[0],
-        "params": [p for p in parameters if p.dim() >= 2],
-    }
-    vectors = {"name": GROUPS[1], "params": [p for p in parameters if p.dim() < 2]}
-    return torch.optim.AdamW(
-        [matrices, vectors | {"weight_decay": 0.0}],
-        lr=0.0,  # set every step
-        betas=numbers.betas,
-        eps=numbers.eps,
-        weight_decay=numbers.weight_decay,
-        fused=True,  # one pass over the state, nine times faster on CPU
-    )
+def _mlp_weights(module: nn.Module, plan: ModelPlan) -> dict[int, tuple[nn.Parameter, ...]]:
+    """The MLP matrices of the layers that this rank holds, by number of layer.
 
-
-def _gradient_groups(
-    engine: Any, exchanges: tuple[GradientExchange, ...], num_layers: int
-) -> tuple[GradientGroup, ...]:
-    optimizer = engine.optimizer
-    return tuple(
-        GradientGroup(
-            name=GROUPS[i],
-            exchange=exchange,
-            parameters=tuple(
-                parameter_name(engine.param_names[p], num_layers) for p in optimizer.bf16_groups[i]
-            ),
-            views=tuple(optimizer.fp32_groups_gradients[i]),
-        )
-        for i, exchange in enumerate(exchanges)
-    )
-
-
-def _mlp_weights(module: nn.Module, num_layers: int) -> dict[int, tuple[nn.Parameter, ...]]:
-    """The MLP weights of the layers that this rank holds."""
-    found: dict[int, list[nn.Parameter]] = {}
+    All its matrices where a layer, of a user's own model, has nothing named ``mlp``.
+    """
+    numbers = {layer.name: i for i, layer in enumerate(p for p in plan.layers if p.transformer)}
+    found: dict[int, dict[str, nn.Parameter]] = {}
     for qualified, parameter in module.named_parameters():
-        name = parameter_name(qualified, num_layers)
-        if name.startswith("layers.") and ".mlp." in name:
-            found.setdefault(int(name.split(".")[1]), []).append(parameter)
-    return {layer: tuple(weights) for layer, weights in found.items()}
+        name = parameter_name(qualified, plan.layers)
+        for layer, number in numbers.items():
+            if name.startswith(f"{layer}.") and parameter.dim() >= 2:
+                found.setdefault(number, {})[name.removeprefix(layer)] = parameter
+    return {
+        number: tuple(
+            p
+            for name, p in of_layer.items()
+            if ".mlp." in name or not any(".mlp." in n for n in of_layer)
+        )
+        for number, of_layer in found.items()
+    }

@@ -4,7 +4,7 @@ DeepSpeed's engines call these hooks once a step, on every rank and in this orde
 
 1. ``exchange``: find out which local gradients are non-finite, then average the flat
    gradient of each parameter group over the replicas.
-2. ``before_update``: reduce the FP8 layers' amax over the replicas of this stage.
+2. ``before_update``: reduce the FP8 layers' amax over all ranks of this stage.
 3. DeepSpeed takes the gradient norm; if it is not finite it leaves the update out.
 4. ``after_update``: close the step of the FP8 scaling state, with or without the update.
 
@@ -14,6 +14,10 @@ all; so every parameter's local norm is taken then, in one fused pass that reads
 once, and stays on the device. It is read only when DeepSpeed, which looks at the global norm on
 the host anyway, has left the update out. By that measure, as by DeepSpeed's, a gradient beyond
 1e19 whose square overflows FP32 is not finite either.
+
+DeepSpeed counts what several ranks hold alike (over tensor ranks; tied over stages) in the norm
+of one of them. A non-finite value in the copy of another would pass unseen there, so it is
+carried over to a gradient that counts.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.gradients import GradientExchange
-from parallel.precision.scope import PrecisionScope
+from parallel.precision.backend import LayerScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +38,36 @@ class GradientGroup:
     """One parameter group: its flat gradient is exchanged as a whole."""
 
     name: str
-    """``matrices`` or ``vectors``."""
+    """One of ``parallel.parameter_groups``."""
     exchange: GradientExchange
     parameters: tuple[str, ...]
     """Names, in the order in which the flat gradient holds them."""
     views: tuple[Tensor, ...]
     """FP32 view of each parameter's gradient in the flat buffer."""
+    compressed: bool = True
+    """Whether the job's gradient dtype applies; otherwise it goes in FP32."""
+    counted: bool = True
+    """Whether DeepSpeed counts it in the gradient norm."""
 
 
 class StepHooks:
-    """The hooks of one rank; ``replicas`` are the data-parallel ranks of its stage."""
+    """The hooks of one rank."""
 
     def __init__(
         self,
-        scope: PrecisionScope,
+        scope: LayerScope,
         groups: Sequence[GradientGroup],
         replicas: dist.ProcessGroup,
+        stage: dist.ProcessGroup | None = None,
     ) -> None:
+        """``replicas``: the data-parallel ranks that hold the same parameters; ``stage``: the
+        tensor × data ranks that hold the same linears, None when there are no others.
+
+        The first group is one that DeepSpeed counts on every rank.
+        """
         self._scope = scope
         self._groups = tuple(groups)
-        self._replicas = replicas
+        self._stage = stage
         self._exchanging = dist.get_world_size(replicas) > 1
         self._norms: Sequence[Tensor] = ()
         self._residuals: list[Tensor] = []
@@ -75,6 +89,7 @@ class StepHooks:
             self._poison = False
         views = [view for group in self._groups for view in group.views]
         self._norms = torch._foreach_norm(views)
+        self._carry_nonfinite(flats[0])
         self._calls += 1
         if self._exchanging:
             self._residuals = [residual.clone() for residual in self._live_residuals()]
@@ -82,12 +97,12 @@ class StepHooks:
                 group.exchange.mean_(flat)
 
     def before_update(self) -> None:
-        """Reduce this step's amax over the replicas."""
+        """Reduce this step's amax over the ranks of the stage."""
         if self._calls != 1:
             # A DeepSpeed that reduces elsewhere would train on unaveraged gradients in silence.
             raise RuntimeError(f"gradients were exchanged {self._calls} times in one step")
         self._calls = 0
-        self._scope.reduce_amax(self._replicas if self._exchanging else None)
+        self._scope.reduce_amax(self._stage)
 
     def after_update(self, applied: bool) -> None:
         """Close the step; ``applied`` is whether the weights changed.
@@ -98,6 +113,19 @@ class StepHooks:
         if not applied:
             for residual, before in zip(self._live_residuals(), self._residuals, strict=True):
                 residual.copy_(before)
+
+    def _carry_nonfinite(self, counted: Tensor) -> None:
+        """Make ``counted`` NaN if a gradient that isn't in this rank's norm isn't finite."""
+        numbers = iter(self._norms)
+        unseen = [
+            norm
+            for group in self._groups
+            for norm in [next(numbers) for _ in group.views]
+            if not group.counted
+        ]
+        if unseen:
+            # 0 for finite norms, so that nothing changes; NaN for Inf and NaN.
+            counted[0] += torch.stack(unseen).mul_(0.0).sum()
 
     def _live_residuals(self) -> list[Tensor]:
         """Error feedback of all groups; none when it is off."""

@@ -68,6 +68,23 @@ def rank_at(coordinate: Coordinate, parallelism: ParallelismConfig) -> int:
     return stage_row * parallelism.tensor + coordinate.tensor
 
 
+def tensor_ranks(coordinate: Coordinate, parallelism: ParallelismConfig) -> tuple[int, ...]:
+    """The ranks that share this coordinate's matrices, in order of shards: neighbours."""
+    return tuple(
+        rank_at(Coordinate(coordinate.pipe, coordinate.data, tensor), parallelism)
+        for tensor in range(parallelism.tensor)
+    )
+
+
+def stage_ranks(coordinate: Coordinate, parallelism: ParallelismConfig) -> tuple[int, ...]:
+    """All data × tensor ranks of this coordinate's stage, in order of ranks."""
+    return tuple(
+        rank_at(Coordinate(coordinate.pipe, data, tensor), parallelism)
+        for data in range(_replicas(parallelism))
+        for tensor in range(parallelism.tensor)
+    )
+
+
 def stage_boundaries(costs: Sequence[float], required: Sequence[bool], stages: int) -> list[int]:
     """Cut layers into consecutive stages so that the most expensive stage is cheapest.
 

@@ -3,20 +3,25 @@
 The model is a list of layers, each taking the one tensor that the layer before it returned,
 so that the same list makes a DeepSpeed ``PipelineModule`` (a stage builds only its own) and
 a plain ``nn.Sequential``. Linears inside transformer layers come from the rank's
-``PrecisionScope`` and may compute in FP8; embedding, norms, rotary, softmax, residual stream
+``LayerScope`` and may compute in FP8; embedding, norms, rotary, softmax, residual stream
 and head stay in BF16, the loss is FP32.
 
-Promises: a layer's initial weights are a function of (seed, layer index) alone, drawn on the
-CPU, so every layout and device starts from the same bits. Nothing here is random afterwards.
+With tensor ranks a transformer layer is sharded by heads (queries, keys and values each) and
+by MLP channels, with two sums forward and two backward. Embedding, norms, residual stream and
+head are replicated over them: every tensor rank holds them whole and computes the same bits.
+
+Promises: a layer's initial weights are a function of (seed, layer index) alone, drawn whole on
+the CPU and then cut, so every layout and device starts from the same bits. Nothing here is
+random afterwards.
 
 Shape suffixes: B sequences of a micro-batch, T tokens a sequence, D hidden, H query heads,
-K key and value heads, E features a head, V vocabulary.
+K key and value heads, E features a head, V vocabulary. H and K are those of this rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,19 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.config import ModelConfig
-from parallel.precision.scope import PrecisionScope
+from parallel.model_plan import LayerPlan
+from parallel.precision.backend import LayerScope
+from parallel.precision.layers import RMSNorm
+from parallel.tensor import ShardKind, TensorGroup, slice_weight
 
-
-@dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """One layer, not yet built: a stage builds its own and leaves the others alone."""
-
-    build: Callable[[], nn.Module]
-    """Makes the module with its initial weights."""
-    cost: float
-    """Multiply-adds a token of the forward pass."""
-    transformer: bool
-    """Whether it is a transformer layer rather than embedding or head."""
+TIED = "embedding"
+"""Key of the matrix that embedding and head share with ``tie_embeddings``."""
 
 
 def ffn_size(model: ModelConfig) -> int:
@@ -45,44 +44,56 @@ def ffn_size(model: ModelConfig) -> int:
     return model.ffn_size or math.ceil(model.hidden_size * 8 / 3 / 32) * 32
 
 
-def parameter_name(qualified: str, num_layers: int) -> str:
-    """Name for people of a parameter of the layer list: ``2.mlp.down.weight`` is layer 1's."""
-    index, _, rest = qualified.partition(".")
-    if index == "0":
-        return f"embedding.{rest}"
-    if int(index) == num_layers + 1:
-        return f"head.{rest}"
-    return f"layers.{int(index) - 1}.{rest}"
-
-
 def layer_plans(
-    model: ModelConfig, *, seq_len: int, seed: int, scope: PrecisionScope
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    seed: int,
+    scope: LayerScope,
+    tensor: TensorGroup | None = None,
+    recompute: bool = False,
 ) -> list[LayerPlan]:
     """The whole model as plans: embedding, ``num_layers`` transformer layers, head.
 
     The first layer takes token ids int64 [B, T], the last returns logits bf16 [B, T, V],
     between them goes the residual stream bf16 [B, T, D]. Building transformer layer i
-    registers its four linears with ``scope``.
+    registers its four linears with ``scope``. ``tensor`` is the ranks that share them, the
+    same that ``scope`` was made with. With ``recompute`` transformer layers drop their
+    activations and compute them again in the backward. Tied embeddings make the head two
+    layers: the norm, and the product with the embedding's matrix.
     """
     hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
     qkv_width = hidden + 2 * kv_heads * (hidden // model.num_heads)
     matrices = hidden * (qkv_width + hidden) + 3 * hidden * ffn_size(model)
     attention = seq_len * hidden  # a causal query meets half the keys, twice: scores and values
+    cost = (matrices + attention) / (tensor.size if tensor else 1)
 
     def seeded(index: int, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
             module = make()
-            _initialize(module, model, seed=seed, index=index)
+            _initialize(module, model, tensor, seed=seed, index=index)
             return module
 
         return build
 
-    plans = [LayerPlan(seeded(0, lambda: Embedding(model)), cost=0.0, transformer=False)]
+    tied = TIED if model.tie_embeddings else None
+    embed = seeded(0, lambda: Embedding(model))
+    plans = [LayerPlan("embedding", embed, cost=0.0, transformer=False, tied=tied)]
     for i in range(model.num_layers):
-        make = seeded(i + 1, lambda i=i: TransformerLayer(model, i, scope))  # type: ignore[misc]
-        plans.append(LayerPlan(make, cost=float(matrices + attention), transformer=True))
-    head = seeded(model.num_layers + 1, lambda: Head(model))
-    plans.append(LayerPlan(head, cost=float(hidden * model.vocab_size), transformer=False))
+
+        def layer(i: int = i) -> nn.Module:
+            return TransformerLayer(model, i, scope, tensor, recompute=recompute)
+
+        plans.append(LayerPlan(f"layers.{i}", seeded(i + 1, layer), cost=cost))
+    of_head = float(hidden * model.vocab_size)
+    if tied is None:
+        head = seeded(model.num_layers + 1, lambda: Head(model))
+        plans.append(LayerPlan("head", head, cost=of_head, transformer=False))
+    else:
+        plans += [
+            LayerPlan("head", lambda: FinalNorm(model), cost=0.0, transformer=False),
+            LayerPlan("head", embed, of_head, transformer=False, tied=tied, forward=_project),
+        ]
     return plans
 
 
@@ -104,30 +115,28 @@ class Embedding(nn.Module):
         return F.embedding(tokens_BT, self.weight)
 
 
-class RMSNorm(nn.Module):
-    """Scales each vector to root mean square 1, then by a learned weight; FP32 inside."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
-        self.eps = eps
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return F.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
-
-
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions, softmax in high precision."""
+    """Norm, then causal grouped-query attention with rotary positions; this rank's heads."""
 
-    def __init__(self, model: ModelConfig, name: str, scope: PrecisionScope) -> None:
+    def __init__(
+        self, model: ModelConfig, name: str, scope: LayerScope, tensor: TensorGroup | None
+    ) -> None:
         super().__init__()
-        self.num_heads = model.num_heads
-        self.num_kv_heads = model.num_kv_heads or model.num_heads
+        kv_heads, shards = model.num_kv_heads or model.num_heads, tensor.size if tensor else 1
+        if model.num_heads % shards or kv_heads % shards:
+            raise ValueError(
+                f"num_heads {model.num_heads} and num_kv_heads {kv_heads} must be divisible by "
+                f"{shards} tensor ranks"
+            )
+        self.num_heads = model.num_heads // shards
+        self.num_kv_heads = kv_heads // shards
         self.head_size = model.hidden_size // model.num_heads
         self.rope_theta = model.rope_theta
-        qkv_width = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
-        self.qkv = scope.linear(f"{name}.qkv", model.hidden_size, qkv_width)
-        self.out = scope.linear(f"{name}.out", model.hidden_size, model.hidden_size)
+        hidden, qkv_width = model.hidden_size, (model.num_heads + 2 * kv_heads) * self.head_size
+        self.qkv = scope.norm_linear(
+            f"{name}.qkv", hidden, qkv_width, eps=model.norm_eps, shard="column"
+        )
+        self.out = scope.linear(f"{name}.out", hidden, hidden, shard="row")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         heads = (self.num_heads + self.num_kv_heads, self.num_kv_heads)
@@ -147,39 +156,70 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
-        return self.out(mixed_BHTE.transpose(1, 2).flatten(2).to(x_BTD.dtype))
+        result: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2).to(x_BTD.dtype))
+        return result
 
     def _rotary_table(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_table(x_BTD.shape[1], self.head_size, self.rope_theta, x_BTD.device)
 
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)), gate and up in one matrix."""
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A weight of a transformer layer, as it is before it is cut into shards."""
 
-    def __init__(self, model: ModelConfig, name: str, scope: PrecisionScope) -> None:
-        super().__init__()
-        width = ffn_size(model)
-        self.gate_up = scope.linear(f"{name}.gate_up", model.hidden_size, 2 * width)
-        self.down = scope.linear(f"{name}.down", width, model.hidden_size)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_BTD).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    parameter: Tensor
+    shape: tuple[int, int]
+    shard: ShardKind
+    sections: tuple[int, ...] = ()
+    """Blocks of rows that are cut each by itself."""
+    into_residual: bool = False
 
 
 class TransformerLayer(nn.Module):
     """Attention and MLP, each on the normed residual stream, each added to it; bf16 [B, T, D]."""
 
-    def __init__(self, model: ModelConfig, index: int, scope: PrecisionScope) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        index: int,
+        scope: LayerScope,
+        tensor: TensorGroup | None = None,
+        *,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attn = Attention(model, f"layers.{index}.attn", scope)
-        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.mlp = MLP(model, f"layers.{index}.mlp", scope)
+        self.attn = Attention(model, f"layers.{index}.attn", scope, tensor)
+        self.mlp = scope.norm_mlp(
+            f"layers.{index}.mlp",
+            model.hidden_size,
+            ffn_size(model),
+            eps=model.norm_eps,
+            smooth=model.smooth_swiglu,
+            sharded=True,
+        )
+        self._checkpoint = scope.checkpoint if recompute else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        if self._checkpoint is not None and torch.is_grad_enabled():
+            result: Tensor = self._checkpoint(self._both, x_BTD)
+            return result
+        return self._both(x_BTD)
+
+    def _both(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attn(x_BTD)
+        result: Tensor = x_BTD + self.mlp(x_BTD)
+        return result
+
+    def matrices(self, model: ModelConfig) -> Iterator[_Matrix]:
+        """Its weights, in the order in which they are drawn."""
+        hidden, inner = model.hidden_size, ffn_size(model)
+        kv_width = (model.num_kv_heads or model.num_heads) * self.attn.head_size
+        qkv, up = (hidden, kv_width, kv_width), (inner, inner)
+        attn, mlp = self.attn, self.mlp
+        yield _Matrix(attn.qkv.weight, (sum(qkv), hidden), "column", qkv)  # type: ignore[arg-type]
+        yield _Matrix(attn.out.weight, (hidden, hidden), "row", into_residual=True)  # type: ignore[arg-type]
+        yield _Matrix(mlp.gate_up.weight, (sum(up), hidden), "column", up)  # type: ignore[union-attr, arg-type]
+        yield _Matrix(mlp.down.weight, (hidden, inner), "row", into_residual=True)  # type: ignore[union-attr, arg-type]
 
 
 class Head(nn.Module):
@@ -194,6 +234,23 @@ class Head(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return F.linear(self.norm(x_BTD), self.weight)
+
+
+class FinalNorm(nn.Module):
+    """Norm before a tied head; bf16 [B, T, D]."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(model.hidden_size, model.norm_eps)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        result: Tensor = self.norm(x_BTD)
+        return result
+
+
+def _project(embedding: nn.Module, x_BTD: Tensor) -> Tensor:
+    """Logits bf16 [B, T, V] by the embedding's own matrix."""
+    return F.linear(x_BTD, embedding.weight)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=8)
@@ -218,12 +275,25 @@ def rotate(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _initialize(module: nn.Module, model: ModelConfig, *, seed: int, index: int) -> None:
+def _initialize(
+    module: nn.Module, model: ModelConfig, tensor: TensorGroup | None, *, seed: int, index: int
+) -> None:
     """Normal weights; those that write to the residual stream smaller by sqrt(2 · layers)."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
-    for name, parameter in module.named_parameters():
-        if parameter.dim() < 2:
-            continue  # norm weights start at one
-        into_residual = name in ("attn.out.weight", "mlp.down.weight")
+
+    def drawn(shape: tuple[int, ...], into_residual: bool) -> Tensor:
         std = model.init_std / (math.sqrt(2 * model.num_layers) if into_residual else 1.0)
-        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    if isinstance(module, TransformerLayer):
+        for matrix in module.matrices(model):
+            whole = drawn(matrix.shape, matrix.into_residual)
+            if tensor is not None:
+                whole = slice_weight(
+                    whole, matrix.shard, tensor.index, tensor.size, matrix.sections
+                )
+            matrix.parameter.copy_(whole)
+        return
+    for parameter in module.parameters():
+        if parameter.dim() >= 2:  # norm weights start at one
+            parameter.copy_(drawn(tuple(parameter.shape), into_residual=False))

@@ -26,15 +26,27 @@ SEQUENCES = 8
 """Sequences a step over all replicas."""
 MICRO = 2
 LR = 3e-3
+RECIPES = ["delayed", "current"]
+"""Those that the native scope runs."""
+
+
+def fp8_config(recipe: str, **more: Any) -> FP8Config:
+    """A recipe as the tests run it: delayed with a history that their few steps fill."""
+    if recipe == "delayed":
+        more.setdefault("amax_history_len", 4)
+    return FP8Config.model_validate({"recipe": recipe, **more})
 
 
 def build(world_size: int, **options: Any) -> Engine:
     """The engine of this rank; options replace the defaults below."""
-    pipeline = options.pop("pipeline", 1)
-    replicas = world_size // pipeline
+    pipeline, tensor = options.pop("pipeline", 1), options.pop("tensor", 1)
+    replicas = world_size // pipeline // tensor
     arguments: dict[str, Any] = {
         "parallelism": ParallelismConfig(
-            pipeline=pipeline, data=replicas, zero_stage=options.pop("zero_stage", 1)
+            tensor=tensor,
+            pipeline=pipeline,
+            data=replicas,
+            zero_stage=options.pop("zero_stage", 1),
         ),
         "model": MODEL,
         "numbers": TrainingNumbers(
@@ -42,9 +54,10 @@ def build(world_size: int, **options: Any) -> Engine:
             accumulation_steps=SEQUENCES // MICRO // replicas,
             seq_len=SEQ_LEN,
             max_norm=options.pop("max_norm", 1.0),
+            recompute=options.pop("recompute", "none"),
         ),
         "precision": "fp8",
-        "fp8": FP8Config(recipe=options.pop("recipe", "delayed"), amax_history_len=4),
+        "fp8": fp8_config(options.pop("recipe", "delayed")),
         "communication_data_type": "fp8",
         # Small enough that the tiny model's matrices are compressed.
         "gradient_exchange": GradientExchangeConfig(min_size=1024),
@@ -53,13 +66,16 @@ def build(world_size: int, **options: Any) -> Engine:
 
 
 def batches(
-    engine: Engine, world_size: int, pipeline: int, step: int
+    engine: Engine, world_size: int, model_ranks: int, step: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This replica's micro-batches of ``step``: arithmetic sequences modulo the vocabulary."""
+    """This replica's micro-batches of ``step``: arithmetic sequences modulo the vocabulary.
+
+    ``model_ranks``: pipeline × tensor, the ranks of one replica.
+    """
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(0, MODEL.vocab_size, (SEQUENCES, 1), generator=generator)
     stride = torch.randint(1, 4, (SEQUENCES, 1), generator=generator)
     text = (start + stride * torch.arange(SEQ_LEN + 1)) % MODEL.vocab_size
-    replicas = world_size // pipeline
+    replicas = world_size // model_ranks
     mine = text.view(replicas, -1, MICRO, SEQ_LEN + 1)[engine.coordinate.data]
     return iter([(rows[:, :-1], rows[:, 1:]) for rows in mine])

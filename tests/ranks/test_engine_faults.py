@@ -16,7 +16,7 @@ from parallel.config import (
     ParallelismConfig,
 )
 from parallel.engine import Engine
-from tests.ranks.engine_runs import LR, batches, build
+from tests.ranks.engine_runs import LR, MODEL, batches, build
 from tests.ranks.launch_ranks import run_ranks
 
 POISONED_RANK = {4: 3, 2: 0}
@@ -148,7 +148,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "fixed": lambda: engine.set_precision({"layers.0.mlp.down": "fp8"}),
         "surge": lambda: engine.surge_mlp(3, 2.0),
         "tensor": lambda: build(
-            world_size, parallelism=ParallelismConfig(tensor=2, pipeline=1, data=1)
+            world_size, tensor=2, model=MODEL.model_copy(update={"num_kv_heads": 1})
         ),
         "zero": lambda: build(world_size, zero_stage=2),
         "world": lambda: build(world_size, parallelism=ParallelismConfig(pipeline=3)),
@@ -177,7 +177,7 @@ def test_wrong_orders_and_configurations_are_refused_alike_on_every_rank() -> No
         "unknown": "layers.9.mlp.down",
         "fixed": "layers.0.mlp.down",
         "surge": "layer 3",
-        "tensor": "tensor parallelism 2",
+        "tensor": "num_kv_heads 1 must be divisible by 2 tensor ranks",
         "zero": "ZeRO stage 2",
         "world": "2 ranks",
         "deepspeed": "fp16",

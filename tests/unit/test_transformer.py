@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, ModelConfig
+from parallel.model_plan import LayerPlan, parameter_name
 from parallel.precision.recipes import linear_names
 from parallel.precision.scope import PrecisionScope
 from parallel.transformer import (
-    LayerPlan,
     ffn_size,
     layer_plans,
     loss_fn,
-    parameter_name,
     rotary_table,
     rotate,
 )
@@ -64,8 +63,8 @@ def reference_logits(module: nn.Sequential, model: ModelConfig, ids: Tensor) -> 
 
     x = w["0.weight"][ids]
     for i in range(1, model.num_layers + 1):
-        normed = norm(x, w[f"{i}.attn_norm.weight"])
-        heads = (normed @ w[f"{i}.attn.qkv.weight"].T).split(size, dim=-1)
+        normed = norm(x, w[f"{i}.attn.qkv.norm.weight"])
+        heads = (normed @ w[f"{i}.attn.qkv.linear.weight"].T).split(size, dim=-1)
         outputs = []
         for h in range(model.num_heads):
             kv = model.num_heads + h * kv_heads // model.num_heads
@@ -74,7 +73,7 @@ def reference_logits(module: nn.Sequential, model: ModelConfig, ids: Tensor) -> 
             future = torch.ones(length, length).triu(1).bool()
             outputs.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
         x = x + torch.cat(outputs, -1) @ w[f"{i}.attn.out.weight"].T
-        both = norm(x, w[f"{i}.mlp_norm.weight"]) @ w[f"{i}.mlp.gate_up.weight"].T
+        both = norm(x, w[f"{i}.mlp.norm.weight"]) @ w[f"{i}.mlp.gate_up.weight"].T
         gate, up = both.chunk(2, -1)
         x = x + (gate / (1 + (-gate).exp()) * up) @ w[f"{i}.mlp.down.weight"].T
     last = f"{model.num_layers + 1}"
@@ -161,10 +160,11 @@ def test_the_scope_registers_exactly_the_models_linears() -> None:
 
 
 def test_parameters_have_names_for_people() -> None:
-    names = [parameter_name(name, 2) for name, _ in build(GROUPED).named_parameters()]
+    layers = plans(GROUPED)
+    names = [parameter_name(name, layers) for name, _ in build(GROUPED).named_parameters()]
     assert names[0] == "embedding.weight"
     assert {"head.norm.weight", "head.weight"} < set(names)
-    assert "layers.0.attn_norm.weight" in names
+    assert {"layers.0.attn.qkv.norm.weight", "layers.0.attn.qkv.weight"} < set(names)
     assert "layers.1.mlp.down.weight" in names
     assert len(set(names)) == len(names)
 

@@ -1,0 +1,232 @@
+"""Tensor ranks train the model of one rank, in every recipe and with pipelines and replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.config import GradientExchangeConfig
+from parallel.engine import Engine
+from tests.ranks.engine_runs import LR, RECIPES, batches, build
+from tests.ranks.launch_ranks import run_ranks
+
+LAYOUTS = {
+    "TP2": (2, {"tensor": 2}),
+    "PP2": (2, {"pipeline": 2}),
+    "DP2": (2, {}),
+    "TP2xPP2xDP2": (8, {"tensor": 2, "pipeline": 2}),
+}
+"""Ranks, and degrees other than replicas."""
+CALIBRATION = 2
+"""Steps at learning rate 0: delayed scales then fit, and the weights are still everyone's."""
+STEPS = 8
+TOLERANCE = 0.01
+"""Relative difference of losses allowed to a layout.
+
+Shards of a matrix are quantized by their own amax where the recipe scales by the present
+tensor, the two parts of a sum are rounded to BF16 before they are added, and eight steps at a
+high learning rate multiply that. Measured: up to 0.0016.
+"""
+NORM_TOLERANCE = 0.02
+"""Relative difference allowed to a norm's gradient in BF16, in the 2-norm."""
+NOISE = 1.5
+"""In FP8: how much further from the BF16 gradient a layout may be than one rank in FP8 is.
+
+Rounding output gradients to E5M2, in steps of a quarter, is most of that distance; shards with
+scales of their own are rounded to other values, which is as good.
+"""
+
+
+def train(world_size: int, degrees: dict[str, int], **options: Any) -> dict[str, Any]:
+    """Losses and gradient norms of a short run, and its gradients once it is calibrated."""
+    engine = build(world_size, **degrees, **options)
+    gradients = spied(engine)
+    replica = degrees.get("tensor", 1) * degrees.get("pipeline", 1)
+    results = []
+    for step in range(CALIBRATION + STEPS):
+        lr = LR if step >= CALIBRATION else 0.0
+        results.append(engine.train_step(batches(engine, world_size, replica, step), lr))
+    return {
+        "losses": [float(result.loss) for result in results],
+        "norms": [result.grad_norm for result in results],
+        "gradients": gradients[CALIBRATION],
+        "state": {
+            group: engine.live_tensors()[f"{group}.masters"].clone()
+            for group in ("shared", "vectors")
+            if f"{group}.masters" in engine.live_tensors()
+        },
+        "coordinate": engine.coordinate,
+        "sharded": {
+            name: tuple(view.shape)
+            for group in engine._groups
+            for name, view in zip(group.parameters, group.views, strict=True)
+        },
+    }
+
+
+def spied(engine: Engine) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step as the optimizer will get them, before clipping."""
+    seen: list[dict[str, torch.Tensor]] = []
+    before_update = engine._hooks.before_update
+
+    def spy() -> None:
+        seen.append(
+            {
+                name: view.clone()
+                for group in engine._groups
+                for name, view in zip(group.parameters, group.views, strict=True)
+            }
+        )
+        before_update()
+
+    engine._hooks.before_update = spy  # type: ignore[method-assign]
+    return seen
+
+
+def runs(rank: int, world_size: int, degrees: dict[str, int], recipes: list[str]) -> dict[str, Any]:
+    found = {recipe: train(world_size, degrees, recipe=recipe) for recipe in recipes}
+    found["bf16"] = train(world_size, degrees, precision="bf16", communication_data_type="fp32")
+    return found
+
+
+Ranks = list[dict[str, dict[str, Any]]]
+RUNS = [*RECIPES, "bf16"]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """One rank's runs."""
+    return run_ranks(runs, 1, {}, RECIPES)[0]
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def laid_out(request: pytest.FixtureRequest) -> Ranks:
+    world_size, degrees = LAYOUTS[request.param]
+    return run_ranks(runs, world_size, degrees, RECIPES, timeout_s=250)
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("run", RUNS)
+class TestEveryLayout:
+    def test_has_one_ranks_losses_within_the_tolerance(
+        self, alone: dict[str, dict[str, Any]], laid_out: Ranks, run: str
+    ) -> None:
+        expected = alone[run]["losses"]
+        assert expected[-1] < 0.85 * expected[0], "nothing was learnt"
+        assert len({tuple(rank[run]["losses"]) for rank in laid_out}) == 1
+        for loss, wanted in zip(laid_out[0][run]["losses"], expected, strict=True):
+            assert abs(loss - wanted) / wanted < TOLERANCE
+
+    def test_counts_every_gradient_once_in_the_norm(
+        self, alone: dict[str, dict[str, Any]], laid_out: Ranks, run: str
+    ) -> None:
+        assert len({tuple(rank[run]["norms"]) for rank in laid_out}) == 1
+        # The weights are still the same. Counting the replicated parameters twice would make
+        # it larger by more than a tenth (a test below).
+        norm, expected = (which[run]["norms"][CALIBRATION] for which in (laid_out[0], alone))
+        assert norm == pytest.approx(expected, rel=0.02)
+
+    def test_has_one_ranks_gradients_of_norms_within_the_tolerance(
+        self, alone: dict[str, dict[str, Any]], laid_out: Ranks, run: str
+    ) -> None:
+        exact = alone["bf16"]["gradients"]
+        seen = set()
+        for rank in laid_out:
+            for name, gradient in rank[run]["gradients"].items():
+                if name.endswith("norm.weight"):
+                    noise = difference(alone[run]["gradients"][name], exact[name])
+                    allowed = NORM_TOLERANCE + NOISE * noise
+                    assert difference(gradient, exact[name]) < allowed, name
+                    seen.add(name)
+        assert len(seen) == 7
+
+    def test_keeps_what_tensor_ranks_share_equal_to_the_bit(
+        self, laid_out: Ranks, run: str
+    ) -> None:
+        by_place: dict[Any, list[dict[str, torch.Tensor]]] = {}
+        for rank in laid_out:
+            at = rank[run]["coordinate"]
+            by_place.setdefault((at.pipe, at.data), []).append(rank[run]["state"])
+        for first, *others in by_place.values():
+            assert "vectors" in first
+            for other in others:
+                assert first.keys() == other.keys()
+                assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_norm_tells_parameters_that_are_counted_twice(
+    alone: dict[str, dict[str, Any]],
+) -> None:
+    gradients = alone["bf16"]["gradients"]
+    total = torch.stack([g.norm() for g in gradients.values()]).norm()
+    shared = [g.norm() for n, g in gradients.items() if "layers" not in n or "norm" in n]
+    twice = torch.stack([total, *shared]).norm()
+    assert float(total) == pytest.approx(alone["bf16"]["norms"][CALIBRATION], rel=1e-4)
+    assert twice > 1.1 * total
+
+
+def test_a_rank_holds_half_of_every_layers_matrix(alone: dict[str, dict[str, Any]]) -> None:
+    whole = alone["bf16"]["sharded"]
+    for rank in run_ranks(runs, 2, {"tensor": 2}, []):
+        for name, (size,) in rank["bf16"]["sharded"].items():
+            sharded = name.startswith("layers.") and "norm" not in name
+            assert size == whole[name][0] // (2 if sharded else 1), name
+
+
+def poisoned(rank: int, world_size: int) -> dict[str, Any]:
+    """A NaN in a parameter that tensor ranks share, on the one that isn't counted."""
+    engine = build(world_size, tensor=2)
+    engine.train_step(batches(engine, world_size, 2, 0), LR)
+    before = {name: tensor.clone() for name, tensor in engine.live_tensors().items()}
+    if engine.coordinate.tensor == 1:
+        exchange = engine._hooks.exchange
+
+        def broken(flats: Any) -> None:
+            flats[-1][3] = torch.nan
+            exchange(flats)
+
+        engine._hooks.exchange = broken  # type: ignore[method-assign]
+    result = engine.train_step(batches(engine, world_size, 2, 1), LR)
+    same = all(torch.equal(before[name], tensor) for name, tensor in engine.live_tensors().items())
+    return {"skipped": result.skipped, "names": result.nonfinite_parameters, "same": same}
+
+
+def test_a_nan_in_an_uncounted_copy_leaves_the_update_out_everywhere() -> None:
+    first, second = run_ranks(poisoned, 2)
+    assert first["skipped"] and second["skipped"]
+    assert first["same"] and second["same"]
+    assert first["names"] == ()
+    assert len(second["names"]) == 1 and second["names"][0].endswith("norm.weight")
+
+
+def replay(rank: int, world_size: int, zero_stage: int) -> dict[str, Any]:
+    """A run, and its second half again after going astray."""
+    feedback = GradientExchangeConfig(min_size=1024, error_feedback=True)
+    engine = build(world_size, tensor=2, zero_stage=zero_stage, gradient_exchange=feedback)
+
+    def run(steps: range) -> list[str]:
+        results = (engine.train_step(batches(engine, world_size, 2, s), LR) for s in steps)
+        return [float(result.loss).hex() for result in results]
+
+    run(range(2))
+    kept = {name: tensor.clone() for name, tensor in engine.live_tensors().items()}
+    meta = engine.meta()
+    expected = run(range(2, 5))
+    engine.surge_mlp(1, 16.0)
+    astray = run(range(2, 5))
+    for name, tensor in engine.live_tensors().items():
+        tensor.copy_(kept[name])
+    engine.load_meta(meta)
+    return {"expected": expected, "astray": astray, "replayed": run(range(2, 5))}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_rollback_replays_to_the_bit(zero_stage: int) -> None:
+    for rank in run_ranks(replay, 4, zero_stage):
+        assert rank["replayed"] == rank["expected"]
+        assert rank["astray"] != rank["expected"]
