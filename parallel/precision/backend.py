@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parallel.config import FP8Config, Precision
 from parallel.precision.choice import BackendChoice
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from parallel.tensor import TensorGroup
-
-ShardKind = Literal["column", "row"]
-"""How tensor ranks share a matrix: ``column`` shards its outputs (rows of the weight) and
-needs no sum in the forward, ``row`` shards its inputs and sums the outputs over the ranks."""
+    from parallel.tensor import ShardKind, TensorGroup
 
 
 class LayerScope(Protocol):
@@ -182,12 +178,14 @@ def make_scope(
     Raises ValueError as the scopes do, and where Transformer Engine turns out not to run.
     """
     if choice.backend == "transformer_engine":
-        raise ValueError("the Transformer Engine adapter is not built yet; use backend: native")
+        from parallel.precision.transformer_engine_scope import TransformerEngineScope
+
+        return TransformerEngineScope(
+            precision, config, num_layers=num_layers, device=device, tensor=tensor, stage=stage
+        )
     from parallel.precision.scope import PrecisionScope
 
     effective: Precision = "bf16" if choice.backend == "bf16" else precision
-    assert tensor is None and stage is None  # until the native scope has tensor ranks
-    scope = PrecisionScope(
-        effective, config, num_layers=num_layers, device=device, compiled=compiled
+    return PrecisionScope(
+        effective, config, num_layers=num_layers, device=device, tensor=tensor, compiled=compiled
     )
-    return cast(LayerScope, scope)

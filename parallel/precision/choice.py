@@ -31,6 +31,8 @@ Backend = Literal["transformer_engine", "native", "bf16"]
 RECIPES = ("delayed", "current", "block", "mxfp8")
 TESTED_VERSION = (2, 20)
 """Release of Transformer Engine whose signatures the adapter's calls are checked against."""
+MULTIPLES = {"delayed": 16, "current": 16, "block": 128, "mxfp8": 32}
+"""What widths and tokens must be a multiple of, by recipe."""
 BLOCK_CUDA = (12, 9)
 ADA_CUDA = (12, 1)
 
@@ -63,6 +65,20 @@ class TransformerEngineFacts:
     """Why it can't run at all; empty when it can."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Recipes that it says it can't run here, each with its own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What of a job decides whether Transformer Engine can run it at all."""
+
+    widths: tuple[int, ...] = ()
+    """Inputs and outputs of the linears, as one rank holds them."""
+    tokens: int | None = None
+    """Tokens of one micro-batch on one rank."""
+    smooth: bool = False
+    """Smooth SwiGLU."""
+    recompute: bool = False
+    """Activations are computed again in the backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +123,14 @@ def choose(
     config: FP8Config,
     device: DeviceFacts,
     te: TransformerEngineFacts,
+    workload: Workload | None = None,
 ) -> BackendChoice | BackendRefusal:
     """The backend of a job on ``device``; a refusal only for ``backend: transformer_engine``."""
     if precision == "bf16":
         return BackendChoice("bf16", "the job's precision is bf16")
     if config.backend == "native":
         return BackendChoice("native", "asked for by fp8.backend", _native_warning(device))
-    obstacle = _obstacle(config, device, te)
+    obstacle = _obstacle(config, device, te, workload or Workload())
     if obstacle is None:
         assert device.capability is not None
         reason = f"Transformer Engine {te.version} runs {config.recipe} scaling on {device}"
@@ -162,8 +179,29 @@ def _runs(config: FP8Config, capability: tuple[int, int]) -> bool:
     return config.recipe in recipes_on(capability) and not _fp32_block(config, capability)
 
 
+def misfit(config: FP8Config, workload: Workload) -> str:
+    """Why Transformer Engine can't run such a job's layers; empty when it can.
+
+    Its quantizers take whole blocks only, and don't pad.
+    """
+    multiple = MULTIPLES[config.recipe]
+    odd = next((width for width in workload.widths if width % multiple), None)
+    if odd is not None:
+        return f"{config.recipe} scaling takes widths that {multiple} divides, not {odd}"
+    if workload.tokens is not None and workload.tokens % multiple:
+        return (
+            f"{config.recipe} scaling takes tokens a micro-batch that {multiple} divides, "
+            f"not {workload.tokens}"
+        )
+    if workload.smooth:
+        return "smooth SwiGLU is not built on Transformer Engine"
+    if workload.recompute and config.amax_compute_algo == "ema":
+        return "Transformer Engine would shift an ema history twice a micro-batch under recompute"
+    return ""
+
+
 def _obstacle(
-    config: FP8Config, device: DeviceFacts, te: TransformerEngineFacts
+    config: FP8Config, device: DeviceFacts, te: TransformerEngineFacts, workload: Workload
 ) -> BackendRefusal | None:
     """Why Transformer Engine can't run this recipe here; None when it can."""
     elsewhere = "use backend: native or auto"
@@ -192,6 +230,9 @@ def _obstacle(
             f"torch has {device.cuda[0]}.{device.cuda[1]}",
             "install a torch built with it, or use backend: auto",
         )
+    wrong = misfit(config, workload)
+    if wrong:
+        return BackendRefusal(wrong, "change it, or use backend: auto")
     if te.version is None or te.problem:
         what = te.problem or "Transformer Engine is not installed"
         return BackendRefusal(what, "pip install 'octavo[te]', or backend: auto")
