@@ -31,7 +31,7 @@ from orchestrator.protocol import (
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Problem, Source, SpecError
 from orchestrator.store import JobRow, Store
-from orchestrator.supervisors import Presence, Supervisors
+from orchestrator.supervisors import LastWords, Presence, Supervisors
 
 logger = logging.getLogger(__name__)
 
@@ -249,22 +249,23 @@ class Controller:
         if presence is Presence.WORKING:
             return False
         if presence is Presence.DONE:
+            words = self._supervisors.last_words(row.id)
             self._supervisors.kill(row.id)
-            # Its last words may have come since the pass began.
+            # What it told last may have come since the pass began.
             if self.store.job(row.id).state is not row.state:
                 return True
-            return self._lost(row, now)
+            return self._lost(row, now, words)
         if row.state is JobState.RUNNING:
-            return self._lost(row, now)
+            return self._lost(row, now, LastWords())
         if not self._repair(row):
             return False
         why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
         self._supervisors.start(self.store.begin_attempt(row.id, why, now))
         return True
 
-    def _lost(self, row: JobRow, now: float) -> bool:
+    def _lost(self, row: JobRow, now: float, words: LastWords) -> bool:
         """Store the loss and its answer; the next pass starts the next attempt, if there is one."""
-        action = supervisor_lost(row, self.store.actions(row.id), now)
+        action = supervisor_lost(row, self.store.actions(row.id), now, words)
         if action is None:
             told = "the supervisor was lost after it had decided on the next attempt"
             self.store.change(row.id, Cause.SUPERVISOR_LOST, told, now)

@@ -13,13 +13,16 @@ from orchestrator.actions import Action, History
 from orchestrator.evidence import is_restart
 from orchestrator.recovery import decide
 from orchestrator.store import JobRow
+from orchestrator.supervisors import LastWords
 
 
-def supervisor_lost(row: JobRow, actions: Sequence[Action], now: float) -> Action | None:
+def supervisor_lost(
+    row: JobRow, actions: Sequence[Action], now: float, words: LastWords
+) -> Action | None:
     """The answer to the loss of ``row``'s supervisor; the incident is in it.
 
-    ``actions``: all of the job's, oldest first. None: the supervisor had stored a restart
-    of this attempt, so its loss changes nothing.
+    ``actions``: all of the job's, oldest first; ``words``: how it ended. None: the supervisor
+    had stored a restart of this attempt, so its loss changes nothing.
     """
     if actions and actions[-1].attempt == row.attempt and is_restart(actions[-1]):
         return None
@@ -32,7 +35,9 @@ def supervisor_lost(row: JobRow, actions: Sequence[Action], now: float) -> Actio
         step=step,
         onset_step=step,
         time=now,
-        message=f"The supervisor of attempt {row.attempt} was lost, and its ranks with it.",
+        message=_told(row.attempt, words),
+        # What it raises twice without a step between it would raise for ever.
+        evidence={"raised": 1.0} if words.raised else {},
     )
     history = History(
         attempt=row.attempt,
@@ -50,3 +55,8 @@ def supervisor_lost(row: JobRow, actions: Sequence[Action], now: float) -> Actio
         last_incident_step=None,
     )
     return decide([incident], history, row.spec.recovery)
+
+
+def _told(attempt: int, words: LastWords) -> str:
+    lost = f"The supervisor of attempt {attempt} was lost, and its ranks with it"
+    return f"{lost}: {words.told.rstrip('. ')}." if words.told else f"{lost}."

@@ -7,7 +7,7 @@ controller before this one started is found again by its name.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -29,6 +29,16 @@ class Presence(Enum):
     """Its ``run`` has returned or raised, or it died."""
 
 
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """How a supervisor ended, as far as is known."""
+
+    told: str = ""
+    """One line, as ``ValueError: …``; empty when nothing is known."""
+    raised: bool = False
+    """It raised that itself; False: its process ended."""
+
+
 class Supervisors(Protocol):
     """Where supervisors come from."""
 
@@ -37,6 +47,9 @@ class Supervisors(Protocol):
 
     def look(self, job: str, now: float) -> Presence:
         """What is known at ``now``, without waiting."""
+
+    def last_words(self, job: str) -> LastWords:
+        """How the one that ``look`` found done has ended."""
 
     def stop(self, job: str, reason: str) -> None:
         """Ask it to end the ranks and the job as cancelled."""
@@ -52,6 +65,7 @@ class _Known:
     """Reference to ``run``'s result, if this controller called it."""
     ping: Any | None = None
     asked_at: float = 0.0
+    words: LastWords = field(default_factory=LastWords)
 
 
 class RaySupervisors:
@@ -87,21 +101,29 @@ class RaySupervisors:
         if known.run is not None:
             ready, _ = ray.wait([known.run], timeout=0)
             if ready:
-                self._log_end(job, known.run)
+                known.words = self._end_of(job, known.run)
                 return Presence.DONE
         if known.ping is None:
             known.ping, known.asked_at = known.actor.ping.remote(), now
         ready, _ = ray.wait([known.ping], timeout=0)
         if not ready:
-            return Presence.DONE if now - known.asked_at > SILENCE_S else Presence.WORKING
+            if now - known.asked_at <= SILENCE_S:
+                return Presence.WORKING
+            known.words = LastWords(f"no answer for {SILENCE_S:.0f} s")
+            return Presence.DONE
         answer, known.ping = known.ping, None
         try:
             going = ray.get(answer)
         except Exception as error:  # noqa: BLE001 — whatever it is, it didn't answer
             logger.warning("the supervisor of %s is lost: %s", job, _first_line(error))
+            known.words = LastWords(_first_line(error))
             return Presence.DONE
         # Whose `run` we called may not have entered it yet when it answers.
         return Presence.WORKING if going or known.run is not None else Presence.DONE
+
+    def last_words(self, job: str) -> LastWords:
+        known = self._known.get(job)
+        return known.words if known else LastWords()
 
     def stop(self, job: str, reason: str) -> None:
         known = self._find(job)
@@ -127,13 +149,19 @@ class RaySupervisors:
             self._known[job] = _Known(actor, None)
         return self._known[job]
 
-    def _log_end(self, job: str, run: Any) -> None:
+    def _end_of(self, job: str, run: Any) -> LastWords:
         import ray
 
         try:
             ray.get(run)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            logger.exception("the supervisor of %s raised", job)
+            return LastWords(_first_line(cause), raised=True)
         except Exception as error:  # noqa: BLE001 — what it raised is all that we want
             logger.warning("the supervisor of %s ended: %s", job, _first_line(error))
+            return LastWords(_first_line(error))
+        return LastWords()
 
 
 def _first_line(error: BaseException) -> str:

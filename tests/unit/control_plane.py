@@ -9,7 +9,7 @@ from orchestrator.controller import Controller
 from orchestrator.node_groups import Group, Need, NodeCapacity
 from orchestrator.protocol import NodeSlot, ResumeState
 from orchestrator.store import Store
-from orchestrator.supervisors import Presence
+from orchestrator.supervisors import LastWords, Presence
 
 
 class FakeGroups:
@@ -66,6 +66,7 @@ class FakeSupervisors:
         self.done: set[str] = set()
         self.stopped: list[tuple[str, str]] = []
         self.started: list[ResumeState] = []
+        self.words = LastWords()
 
     def start(self, resume: ResumeState) -> None:
         assert resume.job not in self.alive, "two supervisors of one job"
@@ -76,6 +77,9 @@ class FakeSupervisors:
         if job in self.done:
             return Presence.DONE
         return Presence.WORKING if job in self.alive else Presence.ABSENT
+
+    def last_words(self, job: str) -> LastWords:
+        return self.words
 
     def stop(self, job: str, reason: str) -> None:
         self.stopped.append((job, reason))

@@ -14,6 +14,7 @@ from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.node_groups import Need, NodeCapacity, fit
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.spec_errors import SpecError
+from orchestrator.supervisors import LastWords
 from tests.unit.control_plane import ControlPlane
 
 
@@ -147,6 +148,20 @@ def test_a_lost_supervisor_is_an_incident_with_an_action_that_every_reader_sees(
     summary = summarize(JobView(job, "running", {}, **rows))
     assert [i["kind"] for i in summary["incidents"]] == ["supervisor_lost"]
     assert ([a["kind"] for a in summary["actions"]], summary["restarts"]) == (["restart"], 1)
+
+
+def test_a_supervisor_that_raises_twice_without_a_step_fails_the_job_with_what_it_raised(
+    plane: ControlPlane,
+) -> None:
+    job = running(plane)
+    plane.supervisors.words = LastWords("ValueError: no such thing.", raised=True)
+    for _ in range(2):
+        plane.supervisors.done.add(job)
+        plane.steps(2)
+    assert [a.kind for a in plane.store.actions(job)] == ["restart", "fail"]
+    row = plane.store.job(job)
+    assert row.state is JobState.FAILED
+    assert row.reason.endswith("was lost, and its ranks with it: ValueError: no such thing.")
 
 
 def test_a_reason_is_told_once_and_kept_with_the_job(plane: ControlPlane) -> None:

@@ -21,6 +21,7 @@ from monitoring.records import StepRecord
 from monitoring.summary import summarize
 from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.supervision import BLAME_S, STOP_S, Phase
+from orchestrator.supervisors import LastWords
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Script
 
 Make = Callable[..., Bench]
@@ -407,7 +408,7 @@ class TestLostRanks:
         job.settled()
         job.supervision.close()
         row = SimpleNamespace(attempt=1, timeline=0, step=22, spec=job.controller.spec)
-        lost = supervisor_lost(row, [], job.now)  # type: ignore[arg-type]
+        lost = supervisor_lost(row, [], job.now, LastWords())  # type: ignore[arg-type]
         assert lost is not None
         job.controller.actions.append(lost)
         job.take_over(job.controller.next_attempt("scripted-000001", lost.reason))
