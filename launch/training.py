@@ -113,6 +113,7 @@ class TrainingLoop:
         drills = self._drills.fire(step)
         batch = batch_of(step, self._ledger)
         lr = lr_at(step, self._run_config.training, self._lr_scale)
+        self._engine.scope.collect(self._is_sampled(step))
         result = self._engine.train_step(self._micro_batches(batch), lr)
         command = agree(self._world, self._mailbox.newest(), step, result.skipped)
         report = self._measure(step, batch, lr, drills, result)
@@ -273,8 +274,8 @@ class TrainingLoop:
         self, step: int, batch: int, lr: float, drills: tuple[int, ...], result: StepResult
     ) -> dict[str, Any]:
         """What must be taken before anything else changes; device values stay there."""
-        names, statistics = self._engine.scope.statistics()
         scope = self._engine.scope
+        names, statistics = ((), None) if not self._is_sampled(step) else scope.statistics()
         in_bf16 = [name for name, p in scope.precision().items() if p == "bf16"]
         return {
             "attempt": self._assignment.attempt,
@@ -293,16 +294,21 @@ class TrainingLoop:
             "drills": drills,
         }
 
+    def _is_sampled(self, step: int) -> bool:
+        """Whether per-tensor statistics are taken after ``step``: in the last of every n."""
+        return (step + 1) % self._run_config.fp8.statistics_every == 0
+
     def _report(self, measured: dict[str, Any], result: StepResult, seconds: float) -> None:
         training = self._run_config.training
         command = self._command
         tokens = (training.train_batch_size or 0) * training.seq_len
 
         def report() -> RankReport:
-            statistics = measured.pop("stats").cpu().numpy()
+            statistics = measured.pop("stats")
+            packed = b"" if statistics is None else statistics.cpu().numpy().astype("<f4").tobytes()
             return RankReport(
                 **measured,
-                stats=statistics.astype("<f4", copy=False).tobytes(),
+                stats=packed,
                 loss=float(result.loss),
                 grad_norm=result.grad_norm,
                 nonfinite_loss=bool(result.nonfinite_loss),

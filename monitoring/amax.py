@@ -1,6 +1,6 @@
 """Per-tensor FP8 statistics: how ranks pack them, how they are merged, how much room is left.
 
-A rank sends one float32 array [tensors, 6] a step, rows named ``"{layer}/{role}"`` and
+A rank sends one float32 array [tensors, 8] a step, rows named ``"{layer}/{role}"`` and
 columns as in ``COLUMNS``; this module is the only place that knows that layout outside
 the rank. Scale is the multiplier before the cast (fp8 value = x * scale), as everywhere.
 
@@ -19,8 +19,13 @@ import numpy.typing as npt
 
 from monitoring.records import TensorStats
 
-COLUMNS = ("amax", "scale", "saturated", "underflowed", "nonfinite", "count")
-"""Largest magnitude; multiplier; values clamped, values lost to zero, non-finite values; values."""
+COLUMNS = (
+    *("amax", "scale", "saturated", "underflowed", "nonfinite", "count"),
+    *("signal", "noise"),
+)
+"""Largest magnitude; multiplier (of several blocks, the one of that magnitude); values clamped,
+values lost to zero (-0 too), non-finite values, values; and, where the spec asks for SQNR, the
+energies of the values and of what quantization took from them. NaN is not measured."""
 
 FORMAT_MAX: Mapping[str, Mapping[str, float]] = {
     "HYBRID": {"input": 448.0, "weight": 448.0, "grad_output": 57344.0},
@@ -28,7 +33,7 @@ FORMAT_MAX: Mapping[str, Mapping[str, float]] = {
 }
 """Largest finite value of an operand's FP8 format, by the recipe's ``format`` and the role."""
 
-_AMAX, _SCALE, _SATURATED, _UNDERFLOWED, _NONFINITE, _COUNT = range(len(COLUMNS))
+_AMAX, _SCALE, _SATURATED, _UNDERFLOWED, _NONFINITE, _COUNT, _SIGNAL, _NOISE = range(len(COLUMNS))
 
 
 class ScaleMismatchError(ValueError):
@@ -52,12 +57,12 @@ class ScaleMismatchError(ValueError):
 
 
 def encode(stats: npt.NDArray[np.float32]) -> bytes:
-    """The bytes of ``RankReport.stats``: float32 [tensors, 6], row after row, little-endian."""
+    """The bytes of ``RankReport.stats``: float32 [tensors, 8], row after row, little-endian."""
     return np.ascontiguousarray(stats, dtype="<f4").tobytes()
 
 
 def decode(stats: bytes, names: Sequence[str]) -> npt.NDArray[np.float32]:
-    """float32 [tensors, 6] of one rank; ValueError when the bytes don't fit the names."""
+    """float32 [tensors, 8] of one rank; ValueError when the bytes don't fit the names."""
     wanted = len(names) * len(COLUMNS) * 4
     if len(stats) != wanted:
         raise ValueError(
@@ -103,10 +108,20 @@ def merge(
         low,
         total[:, _SATURATED] * share,
         total[:, _UNDERFLOWED] * share,
-        total[:, _NONFINITE].astype(np.int64),
+        np.nan_to_num(total[:, _NONFINITE]).astype(np.int64),
     )
-    values = zip(*(column.tolist() for column in columns), strict=True)
+    values = zip(*(column.tolist() for column in columns), _sqnr_db(total), strict=True)
     return {name: TensorStats(*row) for name, row in zip(index, values, strict=True)}
+
+
+def _sqnr_db(total: npt.NDArray[np.float64]) -> list[float | None]:
+    """Decibels by tensor; None where there is no signal, or none was measured."""
+    signal, noise = total[:, _SIGNAL], total[:, _NOISE]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decibels = 10.0 * (np.log10(signal) - np.log10(noise))
+    # More energy than FP32 holds: nothing can be said.
+    measured = (signal > 0) & np.isfinite(signal) & np.isfinite(noise)
+    return [float(db) if ok else None for db, ok in zip(decibels, measured, strict=True)]
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ with each process. Names are stable; a dashboard may rely on them.
 
 from __future__ import annotations
 
-from monitoring.amax import worst_by_headroom
+from monitoring.amax import headroom_octaves, worst_by_headroom
 from monitoring.records import StepRecord
 from monitoring.summary import Tally
 
@@ -25,6 +25,7 @@ COMM_ERROR = "comm/relative_error"
 WORST_HEADROOM = "fp8/worst/headroom_octaves"
 WORST_SATURATED = "fp8/worst/overflows_pct"
 WORST_UNDERFLOW = "fp8/worst/underflows_pct"
+WORST_SQNR = "fp8/worst/sqnr_db"
 
 ATTEMPT = "recovery/attempt"
 TIMELINE = "recovery/timeline"
@@ -85,6 +86,12 @@ def _tensor_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str
         values[tensor_metric(name, "scale_inv")] = 1.0 / stats.scale if stats.scale else 0.0
         values[tensor_metric(name, "overflows_pct")] = stats.saturated_pct
         values[tensor_metric(name, "underflows_pct")] = stats.underflow_pct
+        values[tensor_metric(name, "headroom_octaves")] = headroom_octaves(name, stats, fp8_format)
+        if stats.sqnr_db is not None:
+            values[tensor_metric(name, "sqnr_db")] = stats.sqnr_db
+    measured = [s.sqnr_db for s in record.tensors.values() if s.sqnr_db is not None]
+    if measured:
+        values[WORST_SQNR] = min(measured)
     return values
 
 

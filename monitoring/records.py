@@ -49,14 +49,19 @@ class TensorStats:
     """Percent of non-zero values that became zero."""
     nonfinite: int
     """Values that were NaN or infinite."""
+    sqnr_db: float | None = None
+    """Signal to quantization-noise ratio in decibels, inf where rounding took nothing; None
+    where the spec doesn't ask for it, or nothing was quantized."""
 
     def to_json(self) -> list[float | str]:
-        return [encode_float(float(v)) for v in dataclasses.astuple(self)]
+        row = [self.amax, self.scale, self.saturated_pct, self.underflow_pct, self.nonfinite]
+        measured = row if self.sqnr_db is None else [*row, self.sqnr_db]
+        return [encode_float(float(v)) for v in measured]
 
     @classmethod
     def from_json(cls, row: list[float | str]) -> TensorStats:
-        amax, scale, saturated, underflow, nonfinite = (float(v) for v in row)
-        return cls(amax, scale, saturated, underflow, int(nonfinite))
+        amax, scale, saturated, underflow, nonfinite, *sqnr_db = (float(v) for v in row)
+        return cls(amax, scale, saturated, underflow, int(nonfinite), *sqnr_db)
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,11 +226,12 @@ class PrecisionScope:
             layer.forget_weight()
 
     def collect(self, every_counter: bool) -> None:
-        """Whether plain PyTorch casts count saturated and underflowed values.
+        """Whether plain PyTorch casts count (saturated values and so on) in the next steps.
 
-        They cost it passes over each tensor; the C casts always count. Amax is always kept.
+        That costs it passes over each tensor; the C casts count in passing, always. Amax is
+        always kept.
         """
-        for quantizer in self._packed().quantizers:
+        for quantizer in self._packed().quantizers if self._linears else ():
             quantizer.collect = every_counter
 
     def statistics(self) -> tuple[tuple[str, ...], Tensor]:

@@ -32,6 +32,7 @@ from launch.commands import (
 from launch.config import RunConfig
 from launch.keeper import Keeper
 from launch.mailbox import Mailbox
+from monitoring.amax import decode, merge
 from tests.ranks.launch_ranks import run_ranks
 
 WORLD = 4
@@ -88,7 +89,7 @@ def _config(corpus: str, zero_stage: int, recipe: str, **more: Any) -> RunConfig
             "lr": 3e-3,
             "warmup_steps": 3,
         },
-        "fp8": {"recipe": recipe, "amax_history_len": 8},
+        "fp8": {"recipe": recipe, **({"amax_history_len": 8} if recipe == "delayed" else {})},
         "gradient_exchange": {"min_size": 1024},
         "snapshots": {"every": 4, "keep": 3},
         "checkpoint": {"every": 0},
@@ -203,7 +204,7 @@ def undisturbed(train: Train) -> Callable[[int, str], list[Seen]]:
 def _weight_growth(before: RankReport, after: RankReport) -> set[str]:
     """Layers with a linear whose largest weight grew more than twenty-fold."""
     amax = [
-        dict(zip(r.stats_names, np.frombuffer(r.stats, "<f4").reshape(-1, 6)[:, 0], strict=True))
+        dict(zip(r.stats_names, decode(r.stats, r.stats_names)[:, 0], strict=True))
         for r in (before, after)
     ]
     return {
@@ -232,12 +233,34 @@ def test_a_run_reports_every_step_on_every_rank_alike(undisturbed: Any) -> None:
         assert rank.result == RankResult(rank.rank, STEPS, "finished")
         assert rank.copied("ring") == rank.copied("memory") == [0, 4, 8, 12]
         for report in rank.reports:
-            assert len(report.stats) == len(report.stats_names) * 6 * 4 > 0
+            assert (decode(report.stats, report.stats_names)[:, 0] > 0).all()
+            assert report.stats_names
     layers = {name.split("/")[0] for rank in ranks for name in rank.reports[0].stats_names}
     assert len(layers) == 16
 
 
-@pytest.mark.parametrize(("zero", "recipe"), [(1, "delayed"), (0, "delayed"), (1, "current")])
+def test_statistics_are_taken_every_few_steps_and_cover_the_steps_since(
+    train: Train, undisturbed: Any
+) -> None:
+    sampled = {"recipe": "mxfp8", "statistics_every": 3, "sqnr": True}
+    often, seldom = undisturbed(1, "mxfp8"), train(config={"fp8": sampled})
+    assert seldom[0].losses() == often[0].losses()
+    for every, third in zip(often, seldom, strict=True):
+        taken = [report.step for report in third.reports if report.stats_names]
+        assert taken == list(range(2, STEPS, 3))
+        names = third.reports[2].stats_names
+        assert names == every.reports[2].stats_names
+        each = [decode(report.stats, names) for report in every.reports[:3]]
+        table = decode(third.reports[2].stats, names)
+        assert np.array_equal(table[:, 0], np.max(each, axis=0)[:, 0])
+        assert np.array_equal(table[:, 2:6], np.sum(each, axis=0)[:, 2:6])
+        quality = [t.sqnr_db or 0.0 for t in merge([(names, third.reports[2].stats)]).values()]
+        assert min(quality) > 20 and max(quality) < 45
+
+
+@pytest.mark.parametrize(
+    ("zero", "recipe"), [(1, "delayed"), (0, "delayed"), (1, "current"), (1, "mxfp8")]
+)
 def test_a_rollback_replays_the_same_losses_to_the_bit(
     train: Train, undisturbed: Any, zero: int, recipe: str
 ) -> None:

@@ -1,3 +1,4 @@
+import json
 import math
 import pickle
 
@@ -21,7 +22,9 @@ NAMES = ("layers.0.mlp.down/input", "layers.0.mlp.down/weight")
 
 
 def table(*rows):
-    return np.array(rows, dtype=np.float32)
+    """Rows of COLUMNS; where energies are left out they were not measured."""
+    whole = [[*row, *[0] * (len(COLUMNS) - len(row))] for row in rows]
+    return np.array(whole, dtype=np.float32)
 
 
 def test_statistics_travel_as_bytes_without_loss():
@@ -46,6 +49,26 @@ class TestMerge:
         assert list(merged) == list(NAMES)
         assert merged[NAMES[0]] == TensorStats(2.0, 8.0, 10.0, 5.0, 2)
         assert merged[NAMES[1]] == TensorStats(3.0, 4.0, 50.0, 0.0, 0)
+
+    def test_sqnr_is_of_the_energies_of_all_ranks_and_none_where_not_measured(self):
+        first = table([1, 1, 0, 0, 0, 9, 3000, 2], [1, 1, 0, 0, 0, 9, 0, 0])
+        second = table([1, 1, 0, 0, 0, 9, 1000, 2], [1, 1, 0, 0, 0, 9, math.inf, 1])
+        merged = merge([(NAMES, encode(first)), (NAMES, encode(second))])
+        assert merged[NAMES[0]].sqnr_db == pytest.approx(30.0)
+        assert merged[NAMES[1]].sqnr_db is None
+        exact = merge([(NAMES[:1], encode(table([1, 1, 0, 0, 0, 9, 5, 0])))])
+        assert exact[NAMES[0]].sqnr_db == math.inf
+
+    def test_what_a_backend_does_not_measure_stays_unknown_and_breaks_nothing(self):
+        unknown = table([1, 2, math.nan, math.nan, math.nan, 0, math.nan, math.nan])
+        (stats,) = merge([(NAMES[:1], encode(unknown))]).values()
+        assert (stats.amax, stats.scale, stats.nonfinite, stats.sqnr_db) == (1, 2, 0, None)
+        assert math.isnan(stats.saturated_pct) and math.isnan(stats.underflow_pct)
+
+    @pytest.mark.parametrize("sqnr_db", [None, 31.5, math.inf])
+    def test_statistics_of_one_tensor_survive_json(self, sqnr_db):
+        stats = TensorStats(1.5, math.inf, 1.0, 2.0, 3, sqnr_db)
+        assert TensorStats.from_json(json.loads(json.dumps(stats.to_json()))) == stats
 
     def test_stages_with_different_tensors_lie_beside_each_other(self):
         merged = merge(
