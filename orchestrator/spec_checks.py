@@ -17,17 +17,19 @@ from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import (
     BatchRefusedError,
     batch_numbers,
-    ffn_size,
     slots_per_node,
 )
 from orchestrator.spec_deepspeed import check_deepspeed
 from orchestrator.spec_errors import Finding, KeyPath, nearest
+from orchestrator.spec_shapes import (
+    TENSOR,
+    check_fp8_sizes,
+    check_tensor_shards,
+    check_tensor_slots,
+)
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 """The FP8 linears of one transformer layer, by the names of ``parallel.transformer``."""
-
-FP8_MULTIPLE = 16
-"""Matrix dimensions of FP8 products must be multiples of this (Transformer Engine's rule)."""
 
 ZERO_STAGE: KeyPath = ("parallelism", "zero_stage")
 
@@ -129,12 +131,6 @@ def _degrees(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(key, f"{wanted} = {model_ranks} doesn't divide {have}", remedy)
 
 
-def _tensor(spec: JobSpec) -> Iterator[Finding]:
-    if spec.parallelism.tensor > 1:
-        message = "tensor parallelism above 1 is not offered yet"
-        yield Finding(("parallelism", "tensor"), message, "make it 1; use pipeline and data")
-
-
 def _zero_stage(spec: JobSpec) -> Iterator[Finding]:
     if spec.parallelism.zero_stage < 2:
         return
@@ -174,29 +170,6 @@ def _kv_heads(spec: JobSpec) -> Iterator[Finding]:
         best = min(near, key=lambda n: abs(n - (model.num_kv_heads or 1)))
         message = f"doesn't divide num_heads {model.num_heads}"
         yield Finding(("model", "num_kv_heads"), message, f"make it {best}, for example")
-
-
-def _fp8_sizes(spec: JobSpec) -> Iterator[Finding]:
-    if spec.precision != "fp8":
-        return
-    model = spec.model
-    rule = f"FP8 products need multiples of {FP8_MULTIPLE}"
-    if model.hidden_size % FP8_MULTIPLE:
-        below = model.hidden_size // FP8_MULTIPLE * FP8_MULTIPLE
-        remedy = f"make it {below} or {below + FP8_MULTIPLE}"
-        yield Finding(("model", "hidden_size"), rule, remedy)
-        return
-    inner = ffn_size(model)
-    if inner % FP8_MULTIPLE:
-        below = inner // FP8_MULTIPLE * FP8_MULTIPLE
-        remedy = f"make it {below or FP8_MULTIPLE} or {below + FP8_MULTIPLE}"
-        yield Finding(("model", "ffn_size"), rule, remedy)
-    if model.hidden_size % model.num_heads:
-        return
-    kv_width = 2 * (model.num_kv_heads or model.num_heads) * (model.hidden_size // model.num_heads)
-    if kv_width % FP8_MULTIPLE:
-        message = f"makes keys and values {kv_width} wide; {rule}"
-        yield Finding(("model", "num_kv_heads"), message, "use more of them, or larger heads")
 
 
 def _batch(spec: JobSpec) -> Iterator[Finding]:
@@ -334,16 +307,18 @@ _BATCH: tuple[KeyPath, ...] = tuple(
     )
 )
 _WIDTHS: tuple[KeyPath, ...] = tuple(("model", k) for k in ("hidden_size", "num_heads"))
+_SHAPES: tuple[KeyPath, ...] = (*_WIDTHS, ("model", "num_kv_heads"), ("model", "ffn_size"))
 
 CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("slots_per_node",), ("gpus_per_node",)), _slots),
     ((*_SLOT_KEYS, *_DEGREES), _degrees),
-    ((("parallelism", "tensor"),), _tensor),
+    ((*_SLOT_KEYS, TENSOR), check_tensor_slots),
+    ((*_SHAPES, TENSOR), check_tensor_shards),
     ((ZERO_STAGE,), _zero_stage),
     ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
     (_WIDTHS, _heads),
     ((("model", "num_heads"), ("model", "num_kv_heads")), _kv_heads),
-    ((*_WIDTHS, ("model", "num_kv_heads"), ("model", "ffn_size"), ("precision",)), _fp8_sizes),
+    ((*_SHAPES, TENSOR, ("precision",)), check_fp8_sizes),
     ((*_SLOT_KEYS, *_DEGREES, *_BATCH), _batch),
     ((("training", "steps"), ("training", "warmup_steps")), _schedule),
     ((("training", "betas"),), _betas),

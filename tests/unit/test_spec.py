@@ -111,7 +111,6 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"num_nodes": 0}, "num_nodes", "greater than or equal to 1"),
         ({"num_nodes": True}, "num_nodes", "yes-or-no"),
         ({"gpus_per_node": 4}, "slots_per_node", "gpus_per_node is given too"),
-        ({"parallelism__tensor": 2}, "parallelism.tensor", "not offered yet"),
         ({"parallelism__zero_stage": 2}, "parallelism.zero_stage", "pipeline"),
         ({"parallelism__zero_stage": 3}, "parallelism.zero_stage", "FP8 gradient exchange"),
         ({"parallelism__data": 3}, "parallelism.data", "= 6, more than 1 node × 4 slots = 4"),
