@@ -38,10 +38,8 @@ class Blockwise(Quantizer):
     @classmethod
     def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
         """The scale of the block that holds the largest magnitude: the smallest of all."""
-        made = torch.empty_like(scale)
-        for value in (E4M3.max, E5M2.max):
-            made = torch.where(fp8_max == value, cls.scales(recipe, amax, value)[0], made)
-        return torch.where(amax > 0, made, 1.0)
+        e4m3, e5m2 = (cls.scales(recipe, amax, format.max)[0] for format in (E4M3, E5M2))
+        return torch.where(amax > 0, torch.where(fp8_max == E4M3.max, e4m3, e5m2), 1.0)
 
     def quantize(self, x: Tensor, columns: Columns) -> Quantized:
         if self._fuses:

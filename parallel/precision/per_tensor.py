@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.precision import scaling
-from parallel.precision.formats import saturating_cast, upcast
+from parallel.precision.formats import E4M3, E5M2, saturating_cast, upcast
 from parallel.precision.quantizers import Columns, Factor, Kept, Quantized, Quantizer, StateRow
 from parallel.precision.recipes import Recipe
 
@@ -89,6 +89,11 @@ class CurrentQuantizer(_PerTensor):
 
     granularity = "current"
 
+    @classmethod
+    def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
+        e4m3, e5m2 = (_scale(recipe, amax, format.max) for format in (E4M3, E5M2))
+        return torch.where(fp8_max == E4M3.max, e4m3, e5m2)
+
     def quiet(self) -> Quantizer:
         """As everywhere, and with a scale of its own, since each tensor sets it anew."""
         if self._quiet is None:
@@ -99,11 +104,10 @@ class CurrentQuantizer(_PerTensor):
         return self._quiet
 
     def _make_scale(self, amax: Tensor) -> None:
-        self.row.scale.copy_(
-            scaling.amax_to_scale(
-                amax,
-                self.format.max,
-                epsilon=self.recipe.epsilon,
-                power_of_two=self.recipe.power_of_two,
-            )
-        )
+        self.row.scale.copy_(_scale(self.recipe, amax, self.format.max))
+
+
+def _scale(recipe: Recipe, amax: Tensor, fp8_max: float) -> Tensor:
+    return scaling.amax_to_scale(
+        amax, fp8_max, epsilon=recipe.epsilon, power_of_two=recipe.power_of_two
+    )

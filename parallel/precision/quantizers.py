@@ -133,10 +133,8 @@ class Quantizer(ABC):
     def unpack(self, kept: Kept) -> Factor:
         """The ``columns`` that a call with ``columns="kept"`` left in eight bits."""
 
-    @classmethod
-    def update_(  # noqa: B027 - most recipes have nothing to do
-        cls, recipe: Recipe, history: Tensor, scale: Tensor, fp8_max: Tensor
-    ) -> None:
+    @classmethod  # noqa: B027 - most recipes have nothing to do
+    def update_(cls, recipe: Recipe, history: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
         """New scales at the end of an applied step, all tensors' at once: by default none.
 
         ``history`` float32 [H, tensors], of which row 0 is the step's amax; ``scale`` and

@@ -80,7 +80,8 @@ def update_delayed_(
     maximum of its rows, NaN left out (``max``), or row 0 (``most_recent``), or what
     ``averaged_amax`` makes of them (``ema``); the scale becomes ``fp8_max · 2^-margin / amax``
     where that amax is finite and above 0, and FP32's maximum where the quotient overflows; then
-    the rows shift down by one and row 0 goes to the end. A value so counts for H updates, and with H = 1 for this one alone.
+    the rows shift down by one and row 0 goes to the end. A value so counts for H updates, and
+    with H = 1 for this one alone.
     """
     newest = history[0]
     ran = newest != 0

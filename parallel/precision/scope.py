@@ -14,7 +14,7 @@ that a snapshot can be copied into them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,18 +24,16 @@ from torch import Tensor, nn
 
 from parallel.config import FP8Config, Precision
 from parallel.precision import kernels, recipes
-from parallel.precision.formats import FORMATS
 from parallel.precision.layers import NormLinear, NormMLP, Observation, RMSNorm, recomputed
 from parallel.precision.linear import BF16Linear, Float8Linear
-from parallel.precision.quantizers import COUNTERS, ENERGIES, StateRow
+from parallel.precision.packed_state import STATISTICS_COLUMNS, PackedState
 from parallel.precision.recipes import ROLES
-from parallel.precision.registry import QUANTIZERS
+from parallel.precision.scaling import tensor_to_amax
 from parallel.tensor import ShardKind, TensorGroup, shard_of
 
 logger = logging.getLogger(__name__)
 
-STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS, *ENERGIES)
-"""Columns of ``PrecisionScope.statistics``."""
+__all__ = ["STATISTICS_COLUMNS", "PrecisionScope"]
 
 
 class PrecisionScope:
@@ -67,7 +65,7 @@ class PrecisionScope:
         self._linears: dict[str, Float8Linear] = {}
         self._fixed: list[str] = []
         self._observation = Observation()
-        self._state: _PackedState | None = None
+        self._state: PackedState | None = None
         on_cpu = self.device.type == "cpu"
         self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
         problems = recipes.unmatched_patterns(self._high_precision, num_layers)
@@ -182,9 +180,28 @@ class PrecisionScope:
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
         """Change linears' precision at a step boundary; none of them if a name is unknown.
 
+        A linear that leaves FP8 forgets its amax history (what made it leave shall not set
+        its scales when it is back) and fills a new one from what it sees in BF16. When it
+        returns, its weight is measured as it is then, over the tensor ranks: a collective,
+        called with the same linears on all of them. Recipes without history have nothing to
+        warm.
+
         Raises ValueError for unknown names, with the nearest one, and for names whose
         precision is fixed.
         """
+        self._refuse(precision)
+        changed = [name for name in precision if precision[name] != self._linears[name].current]
+        self._assign(precision)
+        if not self.recipe.has_state:
+            return
+        leaving = [name for name in changed if precision[name] == "bf16"]
+        returning = [name for name in changed if precision[name] == "fp8"]
+        if leaving:
+            self._packed().forget_history(self._rows(leaving))
+        if returning:
+            self._calibrate_weights(returning)
+
+    def _refuse(self, precision: Mapping[str, Precision]) -> None:
         for name, wanted in precision.items():
             if wanted not in ("fp8", "bf16"):
                 raise ValueError(f"precision {wanted!r} of {name!r}: expected 'fp8' or 'bf16'")
@@ -193,9 +210,25 @@ class PrecisionScope:
             if name not in self._linears:
                 near = recipes.nearest(name, self.layers)
                 raise ValueError(f"no linear {name!r} on this rank{near}")
+
+    def _assign(self, precision: Mapping[str, Precision]) -> None:
         for name, wanted in precision.items():
             self._linears[name].current = wanted
         self.forget_weights()
+
+    def _rows(self, names: Sequence[str]) -> list[int]:
+        """Rows of the packed state of linears' operands, ROLES after ROLES."""
+        position = {name: i for i, name in enumerate(self._linears)}
+        return [position[name] * len(ROLES) + i for name in names for i in range(len(ROLES))]
+
+    @torch.no_grad()
+    def _calibrate_weights(self, names: Sequence[str]) -> None:
+        state = self._packed()
+        amax = torch.stack([tensor_to_amax(self._linears[name].weight) for name in names])
+        if self.tensor is not None:
+            # Shards of a matrix share its scale; replicas hold the same weights anyway.
+            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=self.tensor.group)
+        state.make_room(self._rows(names)[ROLES.index("weight") :: len(ROLES)], amax)
 
     def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
         """Maximum of this step's amax over ``group``; once a step, after backward.
@@ -237,10 +270,11 @@ class PrecisionScope:
     def statistics(self) -> tuple[tuple[str, ...], Tensor]:
         """What the steps finished since the last call saw; starts anew.
 
-        Names ``layer/role`` and a float32 [tensors, 6] copy on the scope's device, columns
-        STATISTICS_COLUMNS: the largest amax (after ``reduce_amax``: of all replicas), the
-        scale the last step used, and this rank's counts. A layer in BF16 reports what its
-        scale would have been; nothing of it saturates.
+        Names ``layer/role`` and a float32 [tensors, 8] copy on the scope's device, columns
+        STATISTICS_COLUMNS: the largest amax (under delayed scaling of all replicas, by
+        ``reduce_amax``), the scale that the last step used or, with scales of its own, that
+        of the largest amax, this rank's counts, and energies where the spec asks for SQNR. A
+        layer in BF16 reports what its scale would have been; nothing of it saturates.
         """
         names = tuple(f"{name}/{role}" for name in self._linears for role in ROLES)
         if not names:
@@ -272,64 +306,13 @@ class PrecisionScope:
                 f"precision state is of other linears than this rank's: {precision!r}, "
                 f"here {list(self._linears)}"
             )
-        self.set_precision(precision)
+        self._refuse(precision)
+        self._assign(precision)
 
-    def _packed(self) -> _PackedState:
+    def _packed(self) -> PackedState:
         if self._state is None:
-            self._state = _PackedState(self.recipe, len(self._linears), self.device, self._kernels)
+            self._state = PackedState(self.recipe, len(self._linears), self.device, self._kernels)
             made = iter(self._state.quantizers)
             for layer in self._linears.values():
                 layer.operands = {role: next(made) for role in ROLES}
         return self._state
-
-
-class _PackedState:
-    """Scaling state and counters of all operands, a row or column each."""
-
-    def __init__(
-        self,
-        recipe: recipes.Recipe,
-        num_linears: int,
-        device: torch.device,
-        library: kernels.Library | None,
-    ) -> None:
-        operands = [(role, FORMATS[recipe.format_of(role)]) for role in ROLES] * num_linears
-        tensors = len(operands)
-        self.recipe = recipe
-        self.kind = QUANTIZERS[recipe.scaling]
-        self.history = torch.zeros(
-            recipe.amax_history_len if recipe.has_state else 1, tensors, device=device
-        )
-        # Row 0 is where this step's amax gathers, as in Transformer Engine.
-        self.amax = self.history[0]
-        self.scale = torch.ones(tensors, device=device)
-        self.fp8_max = torch.tensor([format.max for _, format in operands], device=device)
-        self.counters = torch.zeros(tensors, len(COUNTERS), dtype=torch.int64, device=device)
-        self.energies = torch.zeros(tensors, len(ENERGIES), dtype=torch.float64, device=device)
-        self.report = torch.zeros(tensors, len(STATISTICS_COLUMNS), device=device)
-        self.quantizers = [
-            self.kind(role, format, recipe, self._row(i), library)
-            for i, (role, format) in enumerate(operands)
-        ]
-
-    def _row(self, i: int) -> StateRow:
-        energies = self.energies[i] if self.recipe.sqnr else None
-        return StateRow(self.amax[i], self.scale[i], self.counters[i], energies)
-
-    def finish_step(self, applied: bool) -> None:
-        report = self.report
-        torch.maximum(report[:, 0], self.amax, out=report[:, 0])
-        report[:, 1] = self.kind.used_scale(self.recipe, self.amax, self.scale, self.fp8_max)
-        report[:, 2 : 2 + len(COUNTERS)] += self.counters
-        self.counters.zero_()
-        if self.recipe.sqnr:
-            report[:, 2 + len(COUNTERS) :] += self.energies
-            self.energies.zero_()
-        if applied:
-            self.kind.update_(self.recipe, self.history, self.scale, self.fp8_max)
-        self.amax.zero_()
-
-    def take_report(self) -> Tensor:
-        report = self.report.clone()
-        self.report.zero_()
-        return report

@@ -12,7 +12,7 @@ from parallel.config import FP8Config, HighPrecisionLayers
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.recipes import linear_names
 from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
-from tests.unit.precision_recipes import every_recipe, fp8_config
+from tests.unit.precision_recipes import every_recipe, every_variant, fp8_config
 
 NAMES = ("layers.0.attn.qkv", "layers.0.mlp.down")
 WIDTH = 32
@@ -153,6 +153,73 @@ class TestPrecision:
         _, statistics = stage.scope.statistics()
         saturated, count = statistics[3:, 2].sum(), statistics[3:, 5].sum()
         assert saturated < 0.01 * count
+
+    @every_variant
+    @pytest.mark.parametrize("growth", [10.0, 0.1, 1.0])
+    def test_a_return_to_fp8_saturates_nothing_however_the_weights_moved_in_bf16(
+        self, recipe, growth
+    ):
+        stage = Stage(recipe)
+        for seed in range(3):
+            stage.step(seed)
+        stage.scope.set_precision(dict.fromkeys(NAMES, "bf16"))
+        stage.step(3)
+        with torch.no_grad():
+            stage.linears[0].weight.mul_(growth)
+        stage.scope.forget_weights()
+        stage.step(4)
+        in_bf16 = stage.step(4, applied=False)
+        stage.scope.statistics()
+        stage.scope.set_precision(dict.fromkeys(NAMES, "fp8"))
+        back = stage.step(4)
+        _, statistics = stage.scope.statistics()
+        assert statistics[:, 2].tolist() == [0] * 6
+        for mine, exact in zip(back, in_bf16, strict=True):
+            error = (mine - exact).float().norm() / exact.float().norm()
+            assert error < 0.25
+
+    def test_a_weight_that_moved_right_before_the_return_does_not_saturate(self):
+        stage = Stage()
+        for seed in range(3):
+            stage.step(seed)
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        stage.step(3)
+        with torch.no_grad():
+            stage.linears[0].weight.mul_(10)
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        stage.scope.statistics()
+        stage.step(3)
+        names, statistics = stage.scope.statistics()
+        weight = names.index(f"{NAMES[0]}/weight")
+        assert statistics[weight, 2] == 0
+        assert statistics[weight, 0] * statistics[weight, 1] == pytest.approx(448.0, rel=0.01)
+
+    def test_what_made_a_layer_leave_does_not_set_its_scales_when_it_is_back(self):
+        stage, witness = (Stage(amax_history_len=64) for _ in range(2))
+        for each in (stage, witness):
+            each.step(0)
+        surge = torch.full((4, WIDTH), 1e6).bfloat16()
+        stage.linears[0](surge)
+        stage.step(1)
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        witness.step(1)
+        stage.step(2), witness.step(2)
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        scales = [each.scope.state_tensors()["scale"][0].item() for each in (stage, witness)]
+        assert scales[0] >= scales[1] > 1
+
+    @pytest.mark.parametrize("first", ["bf16", "fp8"])
+    def test_a_restored_state_is_taken_as_it_is_without_calibration(self, first):
+        stage = Stage()
+        stage.step(0)
+        stage.scope.set_precision({NAMES[0]: first})
+        stage.step(1)
+        copy = stage.copy()
+        stage.scope.set_precision({NAMES[0]: "fp8" if first == "bf16" else "bf16"})
+        stage.step(2)
+        stage.restore(copy)
+        for name, tensor in stage.scope.state_tensors().items():
+            assert torch.equal(tensor, copy[0][name])
 
     def test_other_layers_are_not_changed(self):
         stage = Stage()

@@ -1,0 +1,92 @@
+"""The scaling state of one rank's linears, packed: one row an operand, in a few tensors.
+
+Promises: the tensors keep their identity for life, so that views into them (the quantizers'
+rows, the addresses in C) and snapshots copied back in place stay good; nothing here waits for
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel.precision import kernels, recipes, scaling
+from parallel.precision.formats import FORMATS
+from parallel.precision.quantizers import COUNTERS, ENERGIES, StateRow
+from parallel.precision.recipes import ROLES
+from parallel.precision.registry import QUANTIZERS
+
+STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS, *ENERGIES)
+"""Columns of a report of statistics."""
+
+
+class PackedState:
+    """Scaling state and counters of all operands, a row or column each."""
+
+    def __init__(
+        self,
+        recipe: recipes.Recipe,
+        num_linears: int,
+        device: torch.device,
+        library: kernels.Library | None,
+    ) -> None:
+        operands = [(role, FORMATS[recipe.format_of(role)]) for role in ROLES] * num_linears
+        tensors = len(operands)
+        self.recipe = recipe
+        self.kind = QUANTIZERS[recipe.scaling]
+        self.history = torch.zeros(
+            recipe.amax_history_len if recipe.has_state else 1, tensors, device=device
+        )
+        # Row 0 is where this step's amax gathers, as in Transformer Engine.
+        self.amax = self.history[0]
+        self.scale = torch.ones(tensors, device=device)
+        self.fp8_max = torch.tensor([format.max for _, format in operands], device=device)
+        self.counters = torch.zeros(tensors, len(COUNTERS), dtype=torch.int64, device=device)
+        self.energies = torch.zeros(tensors, len(ENERGIES), dtype=torch.float64, device=device)
+        self.report = torch.zeros(tensors, len(STATISTICS_COLUMNS), device=device)
+        self.quantizers = [
+            self.kind(role, format, recipe, self._row(i), library)
+            for i, (role, format) in enumerate(operands)
+        ]
+
+    def _row(self, i: int) -> StateRow:
+        energies = self.energies[i] if self.recipe.sqnr else None
+        return StateRow(self.amax[i], self.scale[i], self.counters[i], energies)
+
+    def forget_history(self, rows: Sequence[int]) -> None:
+        """Operands that leave FP8: their scales stay, what they were made from goes."""
+        self.history[:, list(rows)] = 0
+
+    def make_room(self, rows: Sequence[int], amax: Tensor) -> None:
+        """Scales of ``rows`` such that values up to ``amax``, float32 [rows], don't saturate."""
+        at = torch.tensor(rows, device=self.scale.device)
+        fresh = (self.fp8_max[at] * 2.0**-self.recipe.margin) / amax
+        fresh = fresh.clamp(max=scaling.FLOAT32_MAX)
+        before = self.scale[at]
+        # A scale that nothing was seen for says nothing.
+        warmed = (self.history[:, at] != 0).any(0)
+        fresh = torch.where(warmed, torch.minimum(before, fresh), fresh)
+        usable = torch.isfinite(amax) & (amax > 0)
+        self.scale[at] = torch.where(usable, fresh, before)
+
+    def finish_step(self, applied: bool) -> None:
+        """Add the step to the report; with ``applied``, make the scales of the next."""
+        report = self.report
+        torch.maximum(report[:, 0], self.amax, out=report[:, 0])
+        report[:, 1] = self.kind.used_scale(self.recipe, report[:, 0], self.scale, self.fp8_max)
+        report[:, 2 : 2 + len(COUNTERS)] += self.counters
+        self.counters.zero_()
+        if self.recipe.sqnr:
+            report[:, 2 + len(COUNTERS) :] += self.energies
+            self.energies.zero_()
+        if applied:
+            self.kind.update_(self.recipe, self.history, self.scale, self.fp8_max)
+        self.amax.zero_()
+
+    def take_report(self) -> Tensor:
+        """A copy of the report, which starts anew."""
+        report = self.report.clone()
+        self.report.zero_()
+        return report
