@@ -138,8 +138,8 @@ class LayerScope(Protocol):
         """What the steps finished since the last call saw, and start anew.
 
         Names ``layer/role``, and a float32 tensor [tensors, columns] on the scope's device,
-        columns as ``parallel.precision.scope.STATISTICS_COLUMNS``; what was not counted has
-        a count of 0.
+        columns as ``parallel.precision.scope.STATISTICS_COLUMNS``; what a backend
+        doesn't measure is NaN.
         """
         ...
 
@@ -173,8 +173,9 @@ def make_scope(
     """The scope of ``choice``.
 
     ``num_layers`` is the whole model's; ``tensor`` the ranks that share its matrices;
-    ``stage`` the tensor × data ranks of this pipeline stage, which Transformer Engine reduces
-    amax over by itself (the native scope is handed its group in ``reduce_amax``).
+    ``stage`` the tensor × data ranks of this pipeline stage (None for one rank alone), which
+    Transformer Engine reduces amax over by itself; the native scope is handed its group in
+    ``reduce_amax``.
     Raises ValueError as the scopes do, and where Transformer Engine turns out not to run.
     """
     if choice.backend == "transformer_engine":

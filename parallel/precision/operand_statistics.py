@@ -43,7 +43,8 @@ class OperandStatistics:
         """float32 [tensors, columns] since the last call, and start anew.
 
         Without a scale of its own (any recipe but delayed) an operand reports the one that
-        its amax gives: in blocks, that of the block with the largest value.
+        its amax gives: in blocks, that of the block with the largest value. What was not
+        counted is NaN.
         """
         if self._config.recipe != "delayed":
             self.scale.copy_(_scale_of(self.amax, self.fp8_max, self._config))
@@ -52,6 +53,9 @@ class OperandStatistics:
         report[:, column("amax")] = self.amax
         report[:, column("scale")] = self.scale
         report[:, column("saturated") : column("count") + 1] = self.counters
+        uncounted = self.counters[:, 3] == 0
+        for name in ("saturated", "underflowed"):
+            report[:, column(name)].masked_fill_(uncounted, torch.nan)
         self.amax.zero_()
         self.counters.zero_()
         self.seen = False
@@ -95,7 +99,7 @@ class OperandRow:
         finite = torch.isfinite(x)
         counters[2] += x.numel() - finite.sum()
         if self._statistics._config.recipe in ("block", "mxfp8"):
-            return  # it would take every block's scale; the count of 0 says so
+            return  # it would take every block's scale
         counters[3] += x.numel()
         if not quantized:
             return

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.config import FP8Config
+from parallel.precision import scaling
 from parallel.precision.choice import TransformerEngineFacts
 from parallel.tensor import ShardKind, TensorGroup
 
@@ -100,13 +101,10 @@ class TransformerEngine:
     """One rank's way into Transformer Engine, with one recipe and one reduction group."""
 
     def __init__(self, config: FP8Config, stage: dist.ProcessGroup | None) -> None:
-        """``stage``: the tensor × data ranks of this pipeline stage, None for one rank alone.
+        """``stage``: the tensor × data ranks of this pipeline stage, None when it is one rank.
 
-        Raises ValueError when it can't be imported, and for a missing ``stage``:
-        Transformer Engine would reduce over all ranks, and pipeline stages would hang.
+        Raises ValueError when it can't be imported.
         """
-        if stage is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError("Transformer Engine needs the group of this stage's ranks for amax")
         try:
             import transformer_engine.pytorch as te
             from transformer_engine.common import recipe as recipes
@@ -117,7 +115,7 @@ class TransformerEngine:
         self._manager = FP8GlobalStateManager
         self._stage = stage
         # One object for good: it is part of the key under which scaling state is kept.
-        self.recipe = _recipe_object(recipes, config)
+        self.recipe = _recipe_object(recipes, config, reduce_amax=stage is not None)
 
     def linear(
         self,
@@ -238,8 +236,12 @@ def _as_nn_linear(weight: Tensor) -> None:
     nn.init.kaiming_uniform_(weight, a=5**0.5)
 
 
-def _recipe_object(recipes: Any, config: FP8Config) -> Any:
-    """The recipe of a spec's ``fp8`` section; fields have Transformer Engine's own names."""
+def _recipe_object(recipes: Any, config: FP8Config, *, reduce_amax: bool) -> Any:
+    """The recipe of a spec's ``fp8`` section; fields have Transformer Engine's own names.
+
+    ``reduce_amax`` False for a stage of one rank: without a group the reduction would be over
+    all ranks, and hang where stages hold different numbers of tensors.
+    """
     fp8_format = recipes.Format[config.format]
     if config.recipe == "delayed":
         return recipes.DelayedScaling(
@@ -247,7 +249,7 @@ def _recipe_object(recipes: Any, config: FP8Config) -> Any:
             fp8_format=fp8_format,
             amax_history_len=config.amax_history_len,
             amax_compute_algo=_amax_algorithm(config),
-            reduce_amax=True,
+            reduce_amax=reduce_amax,
         )
     if config.recipe == "current":
         power_of_two = bool(config.use_power_2_scales)
@@ -284,18 +286,6 @@ def _amax_algorithm(config: FP8Config) -> str | Callable[[Tensor], Tensor]:
 
     def amax_compute(amax_history: Tensor) -> Tensor:
         """Signature of Transformer Engine's own: [H, tensors] → [tensors]."""
-        return _ema(amax_history, factor)
+        return scaling.averaged_amax(amax_history, factor)
 
     return amax_compute
-
-
-def _ema(history: Tensor, factor: float) -> Tensor:
-    """Average of [H, tensors] that weights newer updates more, or the newest where larger.
-
-    Row 0 is the newest, then H - 1 down to 1. Rows of 0 are updates that saw nothing: left out.
-    """
-    rows = len(history)
-    ages = torch.arange(rows, device=history.device).neg().remainder(rows)
-    weights = (history != 0) * (factor ** ages.float()).unsqueeze(1)
-    average = (weights * history).sum(0) / weights.sum(0).clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.maximum(average, history[0])

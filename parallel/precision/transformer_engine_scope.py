@@ -59,8 +59,8 @@ class TransformerEngineScope:
         tensor: TensorGroup | None = None,
         stage: dist.ProcessGroup | None = None,
     ) -> None:
-        """As ``make_scope``. Raises ValueError where Transformer Engine can't be imported, for
-        a missing ``stage`` and for a ``high_precision_layers`` pattern that matches no linear.
+        """As ``make_scope``. Raises ValueError where Transformer Engine can't be imported, and
+        for a ``high_precision_layers`` pattern that matches no linear.
         """
         problems = recipes.unmatched_patterns(config.high_precision_layers, num_layers)
         if problems:

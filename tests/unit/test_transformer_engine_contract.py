@@ -13,7 +13,7 @@ from parallel.precision import transformer_engine
 from parallel.precision.backend import LayerScope, make_scope
 from parallel.precision.choice import BackendChoice
 from parallel.precision.recipes import ROLES
-from parallel.precision.scaling import amax_to_scale
+from parallel.precision.scaling import amax_to_scale, averaged_amax
 from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
 from parallel.precision.transformer_engine_scope import TransformerEngineScope
 from parallel.tensor import TensorGroup
@@ -196,13 +196,10 @@ class TestRecipes:
         for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
             assert getattr(recipe, operand).power_2_scale is power_of_two
 
-    def test_ema_weights_newer_updates_more_and_leaves_out_those_that_saw_nothing(self):
-        # Row 0 is the newest, then 3, 2, 1.
-        history = torch.tensor([[1.0, 8.0], [4.0, 1.0], [0.0, 1.0], [2.0, 1.0]])
-        factor = 0.5
-        first = (1.0 * 1 + 2.0 * 0.5 + 4.0 * 0.125) / (1 + 0.5 + 0.125)
-        found = transformer_engine._ema(history, factor)
-        torch.testing.assert_close(found, torch.tensor([first, 8.0]))
+    def test_ema_is_the_native_one_in_the_signature_of_the_release(self, te):
+        history = torch.rand(4, 3)
+        algorithm = scope_of(RECIPES["ema"])._engine.recipe.amax_compute_algo
+        assert torch.equal(algorithm(history), averaged_amax(history, 0.9))
 
 
 class TestAutocast:
@@ -270,11 +267,11 @@ class TestAutocast:
         mine = [t for name, t in scope.state_tensors().items() if name.endswith("forward.scale")]
         assert [t.data_ptr() for t in registered] == [t.data_ptr() for t in mine]
 
-    def test_without_the_stages_group_ranks_are_refused(self, te, monkeypatch):
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 4)
-        with pytest.raises(ValueError, match="group of this stage"):
-            TransformerEngineScope("fp8", RECIPES["delayed"], num_layers=1, device="cpu")
+    def test_a_stage_of_one_rank_reduces_nothing_instead_of_over_all_ranks(self, te):
+        alone = TransformerEngineScope("fp8", RECIPES["delayed"], num_layers=1, device="cpu")
+        assert alone._engine.recipe.reduce_amax is False
+        train_step(alone, Layer(alone), 0)
+        assert te.said("enter")[-1][2] is None
 
 
 class TestDelayedScaling:
@@ -448,7 +445,7 @@ class TestStatistics:
         ]
         assert table[0, AMAX] == max(seen)
         assert table[0, SCALE] == scales[0]
-        assert (table[:, COUNT] == 0).all()
+        assert (table[:, COUNT] == 0).all() and table[:, [SATURATED, UNDERFLOWED]].isnan().all()
 
     @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
     def test_recipes_without_state_report_on_sampled_steps_alone(self, te, recipe):
