@@ -318,7 +318,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
     (_WIDTHS, _heads),
     ((("model", "num_heads"), ("model", "num_kv_heads")), _kv_heads),
-    ((*_SHAPES, TENSOR, ("precision",)), check_fp8_sizes),
+    ((*_SHAPES, TENSOR, ("precision",), ("fp8", "recipe")), check_fp8_sizes),
     ((*_SLOT_KEYS, *_DEGREES, *_BATCH), _batch),
     ((("training", "steps"), ("training", "warmup_steps")), _schedule),
     ((("training", "betas"),), _betas),

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import ffn_size, slots_per_node
 from orchestrator.spec_errors import Finding, KeyPath
-
-FP8_MULTIPLE = 16
-"""Matrix dimensions of FP8 products must be multiples of this (Transformer Engine's rule)."""
+from parallel.precision.recipes import multiple_of
 
 TENSOR: KeyPath = ("parallelism", "tensor")
 
@@ -42,7 +40,8 @@ def check_tensor_shards(spec: JobSpec) -> Iterator[Finding]:
     inner = ffn_size(model)
     if inner % tensor:
         message = f"{inner} can't be divided over {tensor} tensor ranks"
-        near = -(-inner // (tensor * FP8_MULTIPLE)) * tensor * FP8_MULTIPLE
+        step = tensor * multiple_of(spec.fp8.recipe)
+        near = -(-inner // step) * step
         yield Finding(("model", "ffn_size"), message, f"make it {near}, for example")
 
 
@@ -51,13 +50,14 @@ def check_fp8_sizes(spec: JobSpec) -> Iterator[Finding]:
     if spec.precision != "fp8":
         return
     model, tensor = spec.model, spec.parallelism.tensor
-    rule = f"FP8 products need multiples of {FP8_MULTIPLE}"
-    if model.hidden_size % FP8_MULTIPLE:
-        below = model.hidden_size // FP8_MULTIPLE * FP8_MULTIPLE
-        remedy = f"make it {below} or {below + FP8_MULTIPLE}"
+    multiple = multiple_of(spec.fp8.recipe)
+    rule = f"FP8 products need multiples of {multiple} under recipe {spec.fp8.recipe}"
+    if model.hidden_size % multiple:
+        below = model.hidden_size // multiple * multiple
+        remedy = f"make it {below or multiple} or {below + multiple}"
         yield Finding(("model", "hidden_size"), rule, remedy)
         return
-    inner, step = ffn_size(model), FP8_MULTIPLE * tensor
+    inner, step = ffn_size(model), multiple * tensor
     if inner % step and inner % tensor == 0:
         below = inner // step * step
         share = f"{inner // tensor} on each of {tensor} tensor ranks; " if tensor > 1 else ""
@@ -69,12 +69,12 @@ def check_fp8_sizes(spec: JobSpec) -> Iterator[Finding]:
         return
     size = model.hidden_size // model.num_heads
     queries = model.num_heads // tensor * size
-    if queries % FP8_MULTIPLE:
+    if queries % multiple:
         message = f"leaves each tensor rank queries {queries} wide; {rule}"
         yield Finding(TENSOR, message, "lower it, or use larger heads")
         return
     kv_width = 2 * (kv_heads // tensor) * size
-    if kv_width % FP8_MULTIPLE:
+    if kv_width % multiple:
         where = " on each tensor rank" if tensor > 1 else ""
         message = f"makes keys and values {kv_width} wide{where}; {rule}"
         yield Finding(("model", "num_kv_heads"), message, "use more of them, or larger heads")

@@ -76,6 +76,11 @@ def expand(config: FP8Config) -> Recipe:
     )
 
 
+def multiple_of(recipe: RecipeName) -> int:
+    """What the features of a linear, or of a rank's shard of it, are multiples of."""
+    return MX_BLOCK if recipe == "mxfp8" else MULTIPLE
+
+
 def dimension_problems(
     recipe: RecipeName, in_features: int, out_features: int
 ) -> list[tuple[str, str]]:
@@ -85,7 +90,7 @@ def dimension_problems(
     Transformer Engine pads none of its blocks. Blocks of 128 may be cut short at the end,
     where they are padded with zeros. Tokens are padded by every recipe, so they may be any.
     """
-    multiple = MX_BLOCK if recipe == "mxfp8" else MULTIPLE
+    multiple = multiple_of(recipe)
     problems = []
     for side, features in (("inputs", in_features), ("outputs", out_features)):
         if features % multiple:

@@ -88,7 +88,8 @@ class PrecisionScope:
 
         In a BF16 job, and where ``high_precision_layers`` says so, it is a plain one whose
         precision is fixed (``fixed_layers``). All linears are made before the first forward:
-        afterwards, and for a name given twice, ValueError.
+        afterwards, for a name given twice, and for features that the recipe can't cut into
+        blocks (``recipes.dimension_problems``), ValueError.
         """
         if name in self._linears or name in self._fixed:
             raise ValueError(f"linear {name!r} is registered already")
@@ -103,6 +104,10 @@ class PrecisionScope:
             return BF16Linear(
                 in_features, out_features, dtype=dtype, device=self.device, shard=part
             )
+        problems = recipes.dimension_problems(self.recipe.scaling, in_features, out_features)
+        if problems:
+            told = "; ".join(f"{message} ({remedy})" for message, remedy in problems)
+            raise ValueError(f"linear {name!r}: {told}")
         if self._state is not None:
             raise ValueError(f"linear {name!r} comes after the scaling state was laid out")
         layer = Float8Linear(

@@ -268,6 +268,16 @@ class TestPrecision:
         with pytest.raises(ValueError, match=r"layers\.1\.mlp\.dwn.*did you mean 'layers.1.mlp"):
             PrecisionScope("fp8", FP8Config(high_precision_layers=kept), num_layers=2)
 
+    @pytest.mark.parametrize(("recipe", "width"), [("delayed", 40), ("block", 40), ("mxfp8", 48)])
+    def test_features_that_the_recipe_can_not_take_are_refused_when_the_linear_is_made(
+        self, recipe, width
+    ):
+        scope = PrecisionScope("fp8", fp8_config(recipe), num_layers=1)
+        with pytest.raises(
+            ValueError, match=rf"{NAMES[0]}.*{width} outputs .*make them 32 or (48|64)"
+        ):
+            scope.linear(NAMES[0], 32, width)
+
     def test_linears_are_named_once_and_before_the_first_forward(self):
         stage = Stage()
         with pytest.raises(ValueError, match="registered already"):

@@ -62,6 +62,14 @@ def test_what_tensor_ranks_can_not_share_is_refused_with_key_and_value(
     assert problem.remedy
 
 
+def test_mxfp8_needs_whole_blocks_of_32_and_says_so() -> None:
+    data = wide(model={"ffn_size": 176}, parallelism={"tensor": 1}, slots_per_node=2)
+    spec_of(Source("job.yaml", {**data, "fp8": {"recipe": "block"}}, {}), check_data=False)
+    problem = problems_of({**data, "fp8": {"recipe": "mxfp8"}})["model.ffn_size"]
+    assert problem.message == "FP8 products need multiples of 32 under recipe mxfp8"
+    assert problem.remedy == "make it 160 or 192"
+
+
 def test_in_bf16_widths_need_no_multiple() -> None:
     data = wide(model={"ffn_size": 176}, precision="bf16")
     spec_of(Source("job.yaml", data, {}), check_data=False)
@@ -73,14 +81,17 @@ def test_in_bf16_widths_need_no_multiple() -> None:
     st.integers(1, 12),
     st.integers(1, 12),
     st.sampled_from([None, 64, 96, 100, 104, 256]),
+    st.sampled_from(["delayed", "block", "mxfp8"]),
 )
 def test_what_is_accepted_cuts_into_aligned_shards(
-    tensor: int, hidden: int, heads: int, kv_heads: int, ffn: int | None
+    tensor: int, hidden: int, heads: int, kv_heads: int, ffn: int | None, recipe: str
 ) -> None:
     model: dict[str, Any] = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads}
     if ffn is not None:
         model["ffn_size"] = ffn
-    data = spec_with(slots_per_node=8, parallelism={"tensor": tensor}, model=model)
+    data = spec_with(
+        slots_per_node=8, parallelism={"tensor": tensor}, model=model, fp8={"recipe": recipe}
+    )
     try:
         spec = spec_of(Source("job.yaml", data, {}), check_data=False)
     except SpecError:
@@ -88,5 +99,5 @@ def test_what_is_accepted_cuts_into_aligned_shards(
     size, inner = hidden // heads, ffn_size(ModelConfig.model_validate(model))
     assert heads % tensor == kv_heads % tensor == inner % tensor == 0
     for width in (heads // tensor * size, (heads + 2 * kv_heads) // tensor * size, inner // tensor):
-        assert width % 16 == 0
+        assert width % (32 if recipe == "mxfp8" else 16) == 0
     assert spec.parallelism.data == 8 // tensor
