@@ -40,6 +40,23 @@ STEPS = 12
 SURGE = {"kind": "weight_surge", "step": 6, "layer": 2, "factor": 30.0}
 NAN = {"kind": "nonfinite_gradient", "step": 7, "rank": 3}
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2xDP2": {"parallelism": {"tensor": 2, "data": 2}},
+    "TP2xPP2": {
+        "parallelism": {"tensor": 2, "pipeline": 2, "data": 1},
+        "training": {
+            "steps": STEPS,
+            "seq_len": 32,
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 4,
+            "lr": 3e-3,
+            "warmup_steps": 3,
+        },
+    },
+}
+"""Sections other than those of PP2xDP2."""
+
 
 @dataclass(frozen=True)
 class Post:
@@ -193,10 +210,10 @@ def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(train: Train) -> Callable[[int, str], list[Seen]]:
+def undisturbed(train: Train) -> Callable[..., list[Seen]]:
     @cache
-    def run(zero: int, recipe: str) -> list[Seen]:
-        return train(zero=zero, recipe=recipe)
+    def run(zero: int, recipe: str, layout: str = "") -> list[Seen]:
+        return train(zero=zero, recipe=recipe, config=LAYOUTS.get(layout))
 
     return run
 
@@ -277,6 +294,35 @@ def test_a_rollback_replays_the_same_losses_to_the_bit(
         (report,) = [r for r in rank.others if isinstance(r, RollbackReport)]
         assert (report.step, report.timeline, report.attempt) == (4, 1, 1)
     assert len({max(rank.losses(0)) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+class TestTensorRanks:
+    def test_report_the_losses_of_stages_and_replicas(self, undisturbed: Any, layout: str) -> None:
+        ranks = undisturbed(1, "delayed", layout)
+        losses = [r.loss for r in ranks[0].reports]
+        expected = [r.loss for r in undisturbed(1, "delayed")[0].reports]
+        assert losses == pytest.approx(expected, rel=0.01)
+        assert all(rank.losses() == ranks[0].losses() for rank in ranks)
+        assert {r.tokens for r in ranks[0].reports} == {8 * 32}
+        for first, second in (ranks[:2], ranks[2:]):
+            assert first.reports[0].stats_names == second.reports[0].stats_names
+
+    def test_replay_a_rollback_and_a_restart_to_the_bit(
+        self, train: Train, undisturbed: Any, layout: str
+    ) -> None:
+        calm = undisturbed(1, "delayed", layout)
+        expected = calm[0].losses()
+        back = Post(1, Rollback(to_step=4, timeline=1), after=(7, 2, 2, 3))
+        drill = {**LAYOUTS[layout], "drills": [SURGE]}
+        for rank in train(back, config=drill):
+            before, after = rank.losses(0), rank.losses(1)
+            assert before[6] != expected[6], "the drill did nothing"
+            assert after == {s: expected[s] for s in range(4, STEPS)}
+        point = RestorePoint(step=8, tier="memory", attempt=1, timeline=0)
+        held = [rank.held for rank in calm]
+        for rank in train(held=held, attempt=2, restore=point, config=LAYOUTS[layout]):
+            assert rank.losses() == {s: expected[s] for s in range(8, STEPS)}
 
 
 def test_a_rollback_with_skipped_batches_trains_on_what_the_ledger_leaves(train: Train) -> None:
