@@ -31,8 +31,9 @@ from parallel.deepspeed_config import BatchShape, merged_config, own_config
 from parallel.gradients import ExchangeDtype
 from parallel.model_plan import ModelPlan, parameter_name
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
-from parallel.precision.backend import LayerScope
-from parallel.precision.scope import PrecisionScope
+from parallel.precision.backend import LayerScope, make_scope
+from parallel.precision.choice import BackendChoice
+from parallel.precision.detection import choose_here
 from parallel.rank_groups import RankGroups, build_groups
 from parallel.step_hooks import GradientGroup, StepHooks
 from parallel.topology import Coordinate, data_size
@@ -235,9 +236,11 @@ def build_engine(
     communication_data_type: ExchangeDtype,
     gradient_exchange: GradientExchangeConfig,
     deepspeed: Mapping[str, Any] | None = None,
+    backend: BackendChoice | None = None,
 ) -> Engine:
     """Build this rank's engine; the default process group must exist, every rank calls it.
 
+    ``backend``: what the job's ranks agreed on; unset: what this rank's device is best at.
     ``LOCAL_RANK`` must be set, and ``DS_ACCELERATOR=cpu`` on a machine without an accelerator.
     Raises ValueError for degrees that don't fit the world, for a model that tensor ranks can't
     share, for ZeRO above 1 (not supported), and for a ``deepspeed`` section that contradicts
@@ -261,8 +264,15 @@ def build_engine(
 
     device = torch.device(get_accelerator().current_device_name())
     ranks = build_groups(degrees)
-    scope = PrecisionScope(
-        precision, fp8, num_layers=model.num_layers, device=device, tensor=ranks.tensor
+    backend = backend or choose_here(precision, fp8, device)
+    scope = make_scope(
+        backend,
+        precision,
+        fp8,
+        num_layers=model.num_layers,
+        device=device,
+        tensor=ranks.tensor,
+        stage=ranks.stage,
     )
     plan = _model_plan(model, numbers, scope, ranks)
     # Sharded and shared parameters are DeepSpeed's pipeline engine's business, one stage or more.

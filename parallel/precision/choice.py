@@ -20,7 +20,7 @@ Where the machine's own Transformer Engine says no to a recipe, its word counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -138,6 +138,24 @@ def choose(
     if config.backend == "transformer_engine":
         return BackendRefusal(obstacle.reason, obstacle.remedy)
     return BackendChoice("native", obstacle.reason, _native_warning(device))
+
+
+def agreed(
+    choices: Sequence[BackendChoice | BackendRefusal],
+) -> BackendChoice | BackendRefusal:
+    """One choice for all ranks of a job, whose devices may differ: the one that all can run.
+
+    A refusal of one refuses the job; one that can't run Transformer Engine makes all native.
+    """
+    refused = next((c for c in choices if isinstance(c, BackendRefusal)), None)
+    if refused is not None:
+        return refused
+    chosen = [c for c in choices if isinstance(c, BackendChoice)]
+    odd = next((c for c in chosen if c.backend != chosen[0].backend), None)
+    if odd is None:
+        return chosen[0]
+    native = next(c for c in chosen if c.backend == "native")
+    return BackendChoice("native", f"not all ranks can do otherwise: {native.reason}")
 
 
 def recipes_on(capability: tuple[int, int]) -> tuple[str, ...]:
