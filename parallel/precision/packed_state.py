@@ -62,14 +62,13 @@ class PackedState:
     def make_room(self, rows: Sequence[int], amax: Tensor) -> None:
         """Scales of ``rows`` such that values up to ``amax``, float32 [rows], don't saturate."""
         at = torch.tensor(rows, device=self.scale.device)
-        fresh = (self.fp8_max[at] * 2.0**-self.recipe.margin) / amax
-        fresh = fresh.clamp(max=scaling.FLOAT32_MAX)
-        before = self.scale[at]
-        # A scale that nothing was seen for says nothing.
-        warmed = (self.history[:, at] != 0).any(0)
-        fresh = torch.where(warmed, torch.minimum(before, fresh), fresh)
-        usable = torch.isfinite(amax) & (amax > 0)
-        self.scale[at] = torch.where(usable, fresh, before)
+        self.scale[at] = scaling.scale_with_room(
+            self.scale[at],
+            amax,
+            self.fp8_max[at],
+            margin=self.recipe.margin,
+            warmed=(self.history[:, at] != 0).any(0),
+        )
 
     def finish_step(self, applied: bool) -> None:
         """Add the step to the report; with ``applied``, make the scales of the next."""

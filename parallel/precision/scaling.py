@@ -100,6 +100,20 @@ def update_delayed_(
     history.copy_(torch.where(ran, shifted, history))
 
 
+def scale_with_room(
+    scale: Tensor, amax: Tensor, fp8_max: Tensor, *, margin: int, warmed: Tensor
+) -> Tensor:
+    """Scales under which values up to ``amax`` don't saturate; all float32 [tensors].
+
+    ``scale`` where it leaves room already and was made from something seen (``warmed``, bool);
+    also where ``amax`` is 0 or not finite.
+    """
+    fresh = ((fp8_max * 2.0**-margin) / amax).clamp(max=FLOAT32_MAX)
+    # A scale that nothing was seen for says nothing.
+    fresh = torch.where(warmed, torch.minimum(scale, fresh), fresh)
+    return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
+
+
 SMALLEST_SCALE_INV = 2.0**-127
 """What the E8M0 exponent 0 stands for; FP32 holds it as a subnormal."""
 

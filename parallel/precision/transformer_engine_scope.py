@@ -14,7 +14,7 @@ comes back as plain tensors, never as a module's ``_extra_state``, which is a pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,9 +24,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, Precision
-from parallel.precision import recipes
+from parallel.precision import recipes, scaling
 from parallel.precision.choice import Workload, misfit
-from parallel.precision.operand_statistics import OperandStatistics
+from parallel.precision.operand_statistics import OperandStatistics, format_of
 from parallel.precision.recipes import ROLES
 from parallel.precision.switching import precision_of_state, refuse_unknown
 from parallel.precision.transformer_engine import (
@@ -261,10 +261,47 @@ class TransformerEngineScope:
         return {name: handle.current for name, handle in self._linears.items()}
 
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
-        """Change linears' precision at a step boundary, see ``LayerScope``."""
+        """Change linears' precision at a step boundary, see ``LayerScope``.
+
+        As in the native scope, a linear that leaves FP8 forgets its amax history and fills a
+        new one from what it sees in BF16, and one that returns has its weight measured as it
+        is then, over the tensor ranks: a collective.
+        """
         refuse_unknown(precision, self.layers, self.fixed_layers)
+        changed = [name for name in precision if precision[name] != self._linears[name].current]
         for name, wanted in precision.items():
             self._linears[name].current = wanted
+        if not self._delayed:
+            return
+        self._laid_out()
+        for name in changed:
+            if precision[name] == "bf16":
+                self._state_of(name).forward_history.zero_()
+                self._state_of(name).backward_history.zero_()
+        self._calibrate_weights([name for name in changed if precision[name] == "fp8"])
+
+    def _state_of(self, name: str) -> ScalingState:
+        assert self._states is not None
+        return self._states[self.layers.index(name)]
+
+    @torch.no_grad()
+    def _calibrate_weights(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        amax = torch.stack([scaling.tensor_to_amax(self._linears[name].weight) for name in names])
+        if self._tensor is not None:
+            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=self._tensor.group)
+        states = [self._state_of(name) for name in names]
+        scales = [state.forward_scale[WEIGHT] for state in states]
+        assert self._config.margin is not None
+        made = scaling.scale_with_room(
+            torch.stack(scales),
+            amax,
+            torch.full_like(amax, format_of(self._config, "weight").max),
+            margin=self._config.margin,
+            warmed=torch.stack([(s.forward_history[:, WEIGHT] != 0).any() for s in states]),
+        )
+        torch._foreach_copy_(scales, list(made.unbind()))
 
     def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
         """Nothing: Transformer Engine has reduced in every micro-batch already."""
@@ -328,7 +365,11 @@ class TransformerEngineScope:
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
         """Take back ``state_meta``, after the tensors were copied in place."""
-        self.set_precision(precision_of_state(meta, self.layers))
+        precision = precision_of_state(meta, self.layers)
+        refuse_unknown(precision, self.layers, self.fixed_layers)
+        for name, stored in precision.items():
+            # The histories came with it: nothing is forgotten or measured.
+            self._linears[name].current = stored
         self._in_step = False
         self._micro_batches = 0
 

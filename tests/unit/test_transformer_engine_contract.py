@@ -303,17 +303,21 @@ class TestDelayedScaling:
         history = scope.state_tensors()[f"{LINEARS[1]}/forward.amax_history"]
         assert (history[:, 0] != 0).tolist() == [False, False, True, True]
 
-    def test_a_linear_in_bf16_goes_on_feeding_its_histories(self, te):
+    def test_a_linear_in_bf16_goes_on_feeding_its_histories_from_when_it_left(self, te):
         kept, switched = scope_of(RECIPES["delayed"]), scope_of(RECIPES["delayed"])
         layers = Layer(kept), Layer(switched)
         for step in range(6):
             if step == 1:
                 switched.set_precision({LINEARS[0]: "bf16", LINEARS[3]: "bf16"})
+                left = state_of(switched)
+                assert not left[f"{LINEARS[3]}/forward.amax_history"].any()
+                assert not left[f"{LINEARS[3]}/backward.amax_history"].any()
             train_step(kept, layers[0], step)
             train_step(switched, layers[1], step)
         before = state_of(switched)
-        # Nothing is rounded in the stand-in, so both saw the same tensors. The gradients of the
-        # linears that run before the first FP8 one reach the history with the next update.
+        # Nothing is rounded in the stand-in, so both saw the same tensors, more often than the
+        # history is long. The gradients of the linears that run before the first FP8 one reach
+        # the history with the next update.
         for name, tensor in state_of(kept).items():
             if not name.startswith(f"{LINEARS[0]}/backward"):
                 assert torch.equal(tensor, before[name]), name
@@ -323,6 +327,18 @@ class TestDelayedScaling:
         first = next(e for e in te.said("forward") if e[1] == LINEARS[0])
         assert first[4][:2] == tuple(before[f"{LINEARS[0]}/forward.scale"][:2].tolist())
         assert first[4][0] != 1.0
+
+    def test_a_linear_that_returns_has_room_for_its_weight_as_it_is_then(self, te):
+        scope = scope_of(RECIPES["delayed"])
+        layer = Layer(scope)
+        train_step(scope, layer, 0)
+        scope.set_precision({LINEARS[1]: "bf16"})
+        train_step(scope, layer, 1)
+        with torch.no_grad():
+            layer.out.weight.mul_(8)
+        scope.set_precision({LINEARS[1]: "fp8"})
+        scale = scope.state_tensors()[f"{LINEARS[1]}/forward.scale"][1]
+        assert scale == torch.tensor(448.0) / layer.out.weight.abs().max().float()
 
     def test_a_step_that_is_not_applied_leaves_scales_and_histories_as_before(self, te):
         scope = scope_of(RECIPES["delayed"])
@@ -355,8 +371,9 @@ class TestDelayedScaling:
             runs.append((te.said("forward"), state_of(scope)))
             for name, tensor in saved.items():
                 live[name].copy_(tensor)
-            scope.set_precision({LINEARS[2]: "fp8"})
+            scope._linears[LINEARS[2]].current = "fp8"
             scope.load_meta(meta)
+            assert_equal_states(state_of(scope), saved)
         assert runs[0][0] == runs[1][0]
         assert_equal_states(runs[0][1], runs[1][1])
 
