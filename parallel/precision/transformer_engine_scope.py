@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from parallel.config import FP8Config, Precision
 from parallel.precision import recipes, scaling
 from parallel.precision.choice import Workload, misfit
-from parallel.precision.operand_statistics import OperandStatistics, format_of
+from parallel.precision.operand_statistics import OperandStatistics
 from parallel.precision.recipes import ROLES
 from parallel.precision.switching import precision_of_state, refuse_unknown
 from parallel.precision.transformer_engine import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
-    ScalingState,
     TransformerEngine,
 )
 from parallel.precision.transformer_engine_layers import (
@@ -43,6 +42,7 @@ from parallel.precision.transformer_engine_layers import (
     SwitchedMLP,
     SwitchedNormLinear,
 )
+from parallel.precision.transformer_engine_state import DelayedStates
 from parallel.tensor import ShardKind, TensorGroup
 
 
@@ -74,10 +74,8 @@ class TransformerEngineScope:
         self._delayed = config.recipe == "delayed"
         self._linears: dict[str, LinearHandle] = {}
         self._fixed: list[str] = []
-        self._states: list[ScalingState] | None = None
+        self._states: DelayedStates | None = None
         self._observed: OperandStatistics | None = None
-        self._before: list[Tensor] = []
-        """Scales and histories at the start of the step."""
         self._in_step = False
         self._micro_batches = 0
         """Micro-batches since the last statistics, each one update of the histories."""
@@ -226,8 +224,8 @@ class TransformerEngineScope:
         self._laid_out()
         if not self._in_step:
             self._in_step = True
-            if self._before:
-                torch._foreach_copy_(self._before, self._live())
+            if self._states is not None:
+                self._states.remember()
         self._micro_batches += 1
         with self._forward.within(self._engine.enabled()):
             yield
@@ -274,46 +272,33 @@ class TransformerEngineScope:
         if not self._delayed:
             return
         self._laid_out()
+        assert self._states is not None
         for name in changed:
             if precision[name] == "bf16":
-                self._state_of(name).forward_history.zero_()
-                self._state_of(name).backward_history.zero_()
-        self._calibrate_weights([name for name in changed if precision[name] == "fp8"])
-
-    def _state_of(self, name: str) -> ScalingState:
-        assert self._states is not None
-        return self._states[self.layers.index(name)]
+                self._states.forget(self.layers.index(name))
+        returning = [name for name in changed if precision[name] == "fp8"]
+        if returning:
+            self._states.make_room(
+                [self.layers.index(name) for name in returning], self._weight_amax(returning)
+            )
 
     @torch.no_grad()
-    def _calibrate_weights(self, names: Sequence[str]) -> None:
-        if not names:
-            return
+    def _weight_amax(self, names: Sequence[str]) -> Tensor:
         amax = torch.stack([scaling.tensor_to_amax(self._linears[name].weight) for name in names])
         if self._tensor is not None:
+            # As integers: the order is the same, and a NaN reaches every rank.
             dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=self._tensor.group)
-        states = [self._state_of(name) for name in names]
-        scales = [state.forward_scale[WEIGHT] for state in states]
-        assert self._config.margin is not None
-        made = scaling.scale_with_room(
-            torch.stack(scales),
-            amax,
-            torch.full_like(amax, format_of(self._config, "weight").max),
-            margin=self._config.margin,
-            warmed=torch.stack([(s.forward_history[:, WEIGHT] != 0).any() for s in states]),
-        )
-        torch._foreach_copy_(scales, list(made.unbind()))
+        return amax
 
     def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
         """Nothing: Transformer Engine has reduced in every micro-batch already."""
 
     def finish_step(self, applied: bool) -> None:
         """Close the step; with ``applied`` false, scales and histories go back to its start."""
-        if not applied and self._before and self._in_step:
-            assert self._observed is not None
+        if not applied and self._states is not None and self._in_step:
             # What the step saw would go with it, and it is what an incident is told by.
-            torch.maximum(self._observed.amax, self._newest_amax(), out=self._observed.amax)
-            self._micro_batches = 0
-            torch._foreach_copy_(self._live(), self._before)
+            self._note_amax(self._states)
+            self._states.bring_back()
         self._in_step = False
         self.forget_weights()
 
@@ -341,10 +326,9 @@ class TransformerEngineScope:
         observed = self._laid_out()
         if not self._linears or not (self._delayed or observed.seen):
             return (), observed.empty()
-        if self._before:
-            torch.maximum(observed.amax, self._newest_amax(), out=observed.amax)
-            observed.scale.copy_(self._scales(self._before))
-        self._micro_batches = 0
+        if self._states is not None:
+            self._note_amax(self._states)
+            observed.scale.copy_(self._states.scales_before())
         names = tuple(f"{name}/{role}" for name in self._linears for role in ROLES)
         return names, observed.take()
 
@@ -352,7 +336,9 @@ class TransformerEngineScope:
         """``{layer}/{forward|backward}.{scale|amax_history}``, live; empty without state."""
         self._laid_out()
         tensors: dict[str, Tensor] = {}
-        for name, state in zip(self._linears, self._states or (), strict=False):
+        if self._states is None:
+            return tensors
+        for name, state in zip(self._linears, self._states.states, strict=True):
             tensors[f"{name}/forward.scale"] = state.forward_scale
             tensors[f"{name}/forward.amax_history"] = state.forward_history
             tensors[f"{name}/backward.scale"] = state.backward_scale
@@ -379,12 +365,12 @@ class TransformerEngineScope:
         self._observed = OperandStatistics(self._config, len(self._linears), self.device)
         handles = list(self._linears.values())
         if self._delayed and handles:
-            self._states = self._engine.lay_out([handle.module for handle in handles])
-            self._before = [tensor.clone() for tensor in self._live()]
+            states = self._engine.lay_out([handle.module for handle in handles])
+            self._states = DelayedStates(states, self._config)
         for index, handle in enumerate(handles):
             handle.observed = self._observed.rows(index * len(ROLES))
             if self._states is not None:
-                state = self._states[index]
+                state = self._states.states[index]
                 handle.observed["input"].feed(state.forward_history[0], state.forward_scale, INPUT)
                 handle.observed["weight"].feed(
                     state.forward_history[0], state.forward_scale, WEIGHT
@@ -394,46 +380,9 @@ class TransformerEngineScope:
                 )
         return self._observed
 
-    def _live(self) -> list[Tensor]:
-        return [
-            tensor
-            for state in self._states or ()
-            for tensor in (
-                state.forward_scale,
-                state.backward_scale,
-                state.forward_history,
-                state.backward_history,
-            )
-        ]
-
-    def _scales(self, tensors: list[Tensor]) -> Tensor:
-        """[tensors], in the order of statistics, of tensors in the order of ``_live``."""
-        return torch.cat(
-            [
-                part
-                for forward, backward in zip(tensors[0::4], tensors[1::4], strict=True)
-                for part in (forward[INPUT : WEIGHT + 1], backward[: GRAD_OUTPUT + 1])
-            ]
-        )
-
-    def _newest_amax(self) -> Tensor:
-        """[tensors]: the largest amax that the micro-batches since the last call brought.
-
-        Row 0 is looked at too: gradients that a BF16 linear saw after the last update are there.
-        """
-        live = self._live()
-        rows = len(live[2])
-        if rows == 1:
-            # Nothing is kept but the scale that the newest amax made.
-            assert self._observed is not None and self._config.margin is not None
-            return self._observed.fp8_max * 2.0**-self._config.margin / self._scales(live)
-        newest = min(self._micro_batches, rows - 1)
-        parts = [
-            torch.cat((history[:1], history[rows - newest :]))[:, :slots]
-            for state in self._states or ()
-            for history, slots in (
-                (state.forward_history, WEIGHT + 1),
-                (state.backward_history, GRAD_OUTPUT + 1),
-            )
-        ]
-        return torch.cat(parts, dim=1).amax(0)
+    def _note_amax(self, states: DelayedStates) -> None:
+        """What the updates since the last call brought, into what is reported."""
+        observed = self._laid_out()
+        newest = states.newest_amax(self._micro_batches, observed.fp8_max)
+        torch.maximum(observed.amax, newest, out=observed.amax)
+        self._micro_batches = 0
