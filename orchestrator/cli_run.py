@@ -7,6 +7,7 @@ it is killed itself (the host ends with it); its last words say where the job st
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import tempfile
 import time
@@ -39,7 +40,8 @@ def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) ->
     # What is asked for on stdout is the summary alone where it is JSON.
     told = sys.stderr if output is Output.json else sys.stdout
     for left in sweep(folder):
-        print(f"a run that was killed left its controller; it is in {left} now", file=told)
+        word = f"octavo up --home {shlex.quote(str(left))}"
+        print(f"a run that was killed left its job behind; it goes on with: {word}", file=told)
     work = _Work(spec, str(file), PrivateHome(folder, keep=keep_home), told)
     ended: Interrupted | LocalError | None = None
     home: Path | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,11 +118,11 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
     assert again.returncode == 0, err
     assert not left.exists()
     (killed,) = (tmp_path / "out").glob("*/controller")
-    assert f"it is in {killed} now" in err
+    assert f"octavo up --home {killed}" in err
 
 
-def test_what_an_interrupted_run_saved_goes_on_with_the_commands_it_named(tmp_path: Path) -> None:
-    file = job_file(tmp_path, training={"steps": 150, "seq_len": 32, "train_batch_size": 8})
+def test_what_an_interrupted_run_saved_goes_on_until_down_saves_it_again(tmp_path: Path) -> None:
+    file = job_file(tmp_path, training={"steps": 100_000, "seq_len": 32, "train_batch_size": 8})
     running = start(file, tmp_path / "out")
     wait_for_training(running)
     running.send_signal(signal.SIGTERM)
@@ -133,12 +134,20 @@ def test_what_an_interrupted_run_saved_goes_on_with_the_commands_it_named(tmp_pa
         assert octavo(*up).returncode == 0
         assert octavo(*resume).returncode == 0
         job = resume[1]
-        events = octavo("events", "-f", job, *home)
-        assert events.returncode == 0, events.stdout
-        started = [line for line in events.stdout.splitlines() if "attempt_started" in line]
-        assert "from a checkpoint" in started[-1], events.stdout
+        deadline = time.monotonic() + 120
+        while json.loads(octavo("status", job, "-o", "json", *home).stdout)["state"] != "running":
+            assert time.monotonic() < deadline, octavo("events", job, *home).stdout
+        events = octavo("events", job, *home).stdout
+        started = [line for line in events.splitlines() if "attempt_started" in line]
+        assert "from a checkpoint" in started[-1], events
     finally:
-        assert octavo("down", *home).returncode == 0
+        down = octavo("down", *home)
+    assert down.returncode == 0, down.stderr
+    assert f"{job} cancelled" in down.stdout and "its newest checkpoint is of step" in down.stdout
+    assert f"octavo resume {job} --home {home[1]}" in down.stdout
+    saved = re.search(r"newest checkpoint is of step (\d+)", err)
+    again = re.search(r"newest checkpoint is of step (\d+)", down.stdout)
+    assert saved and again and int(again[1]) > int(saved[1])
 
 
 def octavo(*words: str) -> subprocess.CompletedProcess[str]:
