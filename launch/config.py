@@ -61,6 +61,9 @@ class TrainingConfig(_Section):
     """Gradient norm above which gradients are scaled down."""
     seed: int = 0
     """Seed of the weights."""
+    recompute: Literal["none", "full"] = "none"
+    """``full``: transformer layers drop their activations and compute them again in the
+    backward: a third more arithmetic for a fraction of the memory, and the same losses."""
 
 
 class SnapshotConfig(_Section):

@@ -354,6 +354,7 @@ def _engine_of(run: RunConfig) -> Engine:
         weight_decay=training.weight_decay,
         max_norm=training.max_norm,
         seed=training.seed,
+        recompute=training.recompute,
     )
     return build_engine(
         parallelism=run.parallelism,
