@@ -111,5 +111,7 @@ def _row(value: Mapping[str, Any]) -> str:
         parts.append(f"at step {value['step']}")
     if value.get("tier"):
         parts.append(f"to step {value['to_step']} from {value['tier']}")
-    text = value.get("reason") or value.get("message")
+    # What an action answers is in the incident above it.
+    reason = str(value.get("reason") or "").partition(": ")[0]
+    text = reason or value.get("message")
     return " ".join(parts) + (f": {text}" if text else "")

@@ -153,6 +153,10 @@ def test_a_killed_supervisor_is_replaced_with_the_next_attempt(
         time.sleep(0.1)
     wait_for(client, job, "running")
     assert [a["attempt"] for a in client.job(job)["attempts"]] == [1, 2]
+    records = client.records(job)
+    assert [i["kind"] for i in records["incidents"]] == ["supervisor_lost"]
+    assert "ActorDiedError" in records["incidents"][0]["message"]
+    assert [a["kind"] for a in records["actions"]] == ["restart"]
     finish(client, job)
 
 
