@@ -21,6 +21,10 @@ from parallel.config import (
 from parallel.engine import Engine, TrainingNumbers, build_engine
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2)
+WIDE = MODEL.model_copy(
+    update={"hidden_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 256}
+)
+"""Halves of its matrices are whole blocks of 128."""
 SEQ_LEN = 32
 SEQUENCES = 8
 """Sequences a step over all replicas."""
@@ -35,6 +39,11 @@ def fp8_config(recipe: str, **more: Any) -> FP8Config:
     if recipe == "delayed":
         more.setdefault("amax_history_len", 4)
     return FP8Config.model_validate({"recipe": recipe, **more})
+
+
+def model_for(recipe: str) -> ModelConfig:
+    """The smallest model that two tensor ranks can share in this recipe."""
+    return WIDE if recipe == "block" else MODEL
 
 
 def build(world_size: int, **options: Any) -> Engine:

@@ -9,7 +9,7 @@ import torch
 
 from parallel.config import GradientExchangeConfig
 from parallel.engine import Engine
-from tests.ranks.engine_runs import LR, RECIPES, batches, build
+from tests.ranks.engine_runs import LR, RECIPES, batches, build, model_for
 from tests.ranks.launch_ranks import run_ranks
 
 LAYOUTS = {
@@ -86,7 +86,10 @@ def spied(engine: Engine) -> list[dict[str, torch.Tensor]]:
 
 
 def runs(rank: int, world_size: int, degrees: dict[str, int], recipes: list[str]) -> dict[str, Any]:
-    found = {recipe: train(world_size, degrees, recipe=recipe) for recipe in recipes}
+    found = {
+        recipe: train(world_size, degrees, recipe=recipe, model=model_for(recipe))
+        for recipe in recipes
+    }
     found["bf16"] = train(world_size, degrees, precision="bf16", communication_data_type="fp32")
     return found
 
