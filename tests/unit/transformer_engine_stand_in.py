@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from parallel.tensor import TensorGroup, copy_to_shards, sum_of_shards
 
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).parent / "data" / "transformer_engine-2.20.2.json").read_text()
@@ -72,10 +75,13 @@ class StandIn:
     def recipe(self) -> Any:
         return self.modules["transformer_engine.common.recipe"]
 
-    def install(self, monkeypatch: Any) -> None:
-        """Importable until the test ends."""
+    def install(self, monkeypatch: Any = None) -> None:
+        """Importable until the test ends; without ``monkeypatch``, until the process does."""
         for name, module in self.modules.items():
-            monkeypatch.setitem(sys.modules, name, module)
+            if monkeypatch is None:
+                sys.modules[name] = module
+            else:
+                monkeypatch.setitem(sys.modules, name, module)
 
     def said(self, kind: str) -> list[tuple[Any, ...]]:
         return [entry for entry in self.log if entry[0] == kind]
@@ -228,7 +234,11 @@ def _manager(te: StandIn) -> type:
         def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
             te.log.append(("update", "forward" if forward else "backward"))
             for meta in state.registered:
-                _update(meta["recipe"], meta["scaling_fwd" if forward else "scaling_bwd"])
+                scaling, group = meta["scaling_fwd" if forward else "scaling_bwd"], meta["group"]
+                if meta["recipe"].reduce_amax and dist.is_initialized():
+                    assert group is not None, "None is all ranks, and hangs under pipelines"
+                    dist.all_reduce(scaling.amax_history[0], dist.ReduceOp.MAX, group=group)
+                _update(meta["recipe"], scaling)
 
     for name in vars(FP8GlobalStateManager):
         if not name.startswith("__"):
@@ -297,7 +307,7 @@ def _base(te: StandIn) -> type:
             if not state.enabled:
                 return
             self.fp8_meta["recipe"] = state.recipe
-            self.fp8_meta.setdefault("fp8_group", state.group)
+            self.fp8_meta.setdefault("group", state.group)
             delayed = type(state.recipe).__name__ == "DelayedScaling"
             if delayed and self.fp8_meta["scaling_fwd"] is None:
                 forward, backward = state.recipe.fp8_format.value
@@ -327,11 +337,20 @@ def _base(te: StandIn) -> type:
                 row = forward.amax_history[0]
                 row[0] = max(row[0], x.detach().abs().amax().float())
                 row[1] = max(row[1], self.weight.detach().abs().amax().float())
-            y = _Product.apply(x, self.weight, self) if self.fp8 else F.linear(x, self.weight)
+            y = self.sharded_product(x)
             if again and forward is not None:
                 forward.scale.copy_(updated[0])
                 forward.amax_history.copy_(updated[1])
             return y
+
+        def sharded_product(self, x: Tensor) -> Tensor:
+            group, mode = self.given["tp_group"], self.given["parallel_mode"]
+            tensor = TensorGroup(group, 0, self.given["tp_size"])
+            shared = isinstance(group, dist.ProcessGroup)
+            if shared and mode == "column":
+                x = copy_to_shards(x, tensor)
+            y = _Product.apply(x, self.weight, self) if self.fp8 else F.linear(x, self.weight)
+            return sum_of_shards(y, tensor) if shared and mode == "row" else y
 
     class _Product(torch.autograd.Function):
         @staticmethod
