@@ -1,15 +1,17 @@
 # Octavo's commands for a checkout. The environment is .venv; nothing outside this folder is written.
 #   make install   create .venv          make demo [OUT=dir]   run the main job to its report
 #   make test      pass the tests        make lint             ruff, mypy, import directions
-#   make bench     run the benchmarks
+#   make bench     run the benchmarks    make test-gpu [OUT=dir]  compare the backends on a GPU
 
+# Where Transformer Engine is: .venv after `pip install -e '.[te]'`, or an image's own Python.
+GPU_PYTHON ?= .venv/bin/python
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 OUT ?= runs
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test test-gpu lint bench clean
 
 install: $(STAMP)
 
@@ -29,6 +31,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# What was measured is in OUT; without a GPU everything is skipped, with the reason.
+test-gpu:
+	OCTAVO_GPU_OUT=$(abspath $(OUT)) $(GPU_PYTHON) -m pytest tests/gpu
 
 lint: install
 	$(BIN)/ruff check .
