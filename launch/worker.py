@@ -13,6 +13,7 @@ documentation and not tried, for want of a GPU.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from launch.allocator import keep_freed_memory
 from launch.background import run_politely
 from launch.commands import Assignment, Command, RankResult, Report
 from launch.keeper import KeeperStore
@@ -32,6 +34,8 @@ from launch.mailbox import CommandRefusedError, Mailbox
 from launch.snapshots import SnapshotError
 
 WATCH_INTERVAL_S = 2.0
+IDLE_WATCH_INTERVAL_S = 10.0
+"""Of a worker without a rank, which is in nobody's way."""
 OWNER_ABSENCE_S = 60.0
 """How long an owner may be unreachable, without being known to be dead."""
 REPORT_TIMEOUT_S = 30.0
@@ -164,7 +168,7 @@ class Worker:
                     _exit("the owner has been out of reach for too long")
             except ray.exceptions.RayError as error:
                 _exit(f"the owner is gone: {type(error).__name__}")
-            time.sleep(WATCH_INTERVAL_S)
+            time.sleep(IDLE_WATCH_INTERVAL_S if self._mailbox is None else WATCH_INTERVAL_S)
 
 
 def _exit(why: str) -> None:
@@ -184,12 +188,15 @@ def _import_ahead() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Ranks share the node's cores: a pool in each would only switch contexts.
         torch.set_num_threads(1)
-
-    # deepspeed.initialize imports it, and torch._dynamo with it, which takes seconds.
+        keep_freed_memory()
 
     import launch.training  # noqa: F401
+    import parallel.deepspeed_engines  # noqa: F401
     from parallel.precision import kernels
 
+    # deepspeed.initialize imports it, and torch._dynamo with it, which takes seconds.
+    with suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     kernels.load()
 
 

@@ -63,8 +63,12 @@ class WorkerGroup:
         *,
         on_gpu: bool = False,
         worker_class: type | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``owner``: actor handle that ranks report to, and without which they end themselves."""
+        """``owner``: actor handle that ranks report to, and without which they end themselves.
+
+        ``on_change`` is called, from a thread of Ray's, when a worker is ready or a rank ends.
+        """
         self._job = job
         self._owner = owner
         self._on_gpu = on_gpu
@@ -73,24 +77,27 @@ class WorkerGroup:
         self._ranks: list[_Worker] = []
         self._standby: list[_Worker] = []
         self._ends: dict[int, RankEnd] = {}
+        self._on_change = on_change
+        self._settled: set[Any] = set()
+        """References whose answer is here. Ray tells of them: asking it fifty times a second
+        cost a supervisor more than all its records did."""
 
     def start(self, seats: Sequence[Seat]) -> None:
         """A worker a slot: a standby one, the job's or the node's, or else a new one."""
         self._ends = {}
+        self._settled.clear()
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
         self._standby = _living(self._standby)
         self._ranks = [self._claim(seat.node_id) or self._create(seat) for seat in self._seats]
+        for worker in self._ranks:
+            self._follow(worker.ready)
 
     def ready(self) -> bool:
         """Whether all have done their imports; notes who they are."""
         import ray
 
-        waiting = [worker for worker in self._ranks if worker.info is None]
-        if not waiting:
-            return True
-        done, _ = ray.wait([w.ready for w in waiting], num_returns=len(waiting), timeout=0)
-        for worker in waiting:
-            if worker.ready in done:
+        for worker in self._ranks:
+            if worker.info is None and worker.ready in self._settled:
                 with contextlib.suppress(Exception):  # ``ended`` tells what it was
                     worker.info = ray.get(worker.ready)
         return all(worker.info is not None for worker in self._ranks)
@@ -105,21 +112,15 @@ class WorkerGroup:
         keepers = {seat.keeper: _actor(seat.keeper) for seat in self._seats}
         for worker, seat, assignment in zip(self._ranks, self._seats, assignments, strict=True):
             worker.run = worker.actor.run.remote(assignment, self._owner, keepers[seat.keeper])
+            self._follow(worker.run)
 
     def ended(self) -> tuple[RankEnd, ...]:
         """Ranks whose loop, or whose process, has ended."""
-        import ray
-
-        open_ranks = [
-            (rank, worker, worker.run if worker.run is not None else worker.ready)
-            for rank, worker in enumerate(self._ranks)
-            if rank not in self._ends
-        ]
-        references = [reference for _, _, reference in open_ranks]
-        if references:
-            done, _ = ray.wait(references, num_returns=len(references), timeout=0)
-            for rank, worker, reference in open_ranks:
-                if reference in done and (end := _end(rank, reference, worker)) is not None:
+        for rank, worker in enumerate(self._ranks):
+            reference = worker.run if worker.run is not None else worker.ready
+            if rank not in self._ends and reference in self._settled:
+                end = _end(rank, reference, worker)
+                if end is not None:
                     self._ends[rank] = end
         return tuple(self._ends[rank] for rank in sorted(self._ends))
 
@@ -165,6 +166,15 @@ class WorkerGroup:
         """End ranks and standby workers."""
         self._end_all([*self._ranks, *self._standby])
         self._ranks, self._standby = [], []
+
+    def _follow(self, reference: Any) -> None:
+        """Note when the reference has its answer."""
+
+        def settled(_: object) -> None:
+            self._settled.add(reference)
+            self._on_change()
+
+        reference.future().add_done_callback(settled)
 
     def _claim(self, node_id: str) -> _Worker | None:
         for worker in self._standby:

@@ -8,6 +8,7 @@ grow. SQLite (WAL) by default, any SQLAlchemy URL otherwise.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -353,9 +354,15 @@ def _stored_job(db: Connection, job: str) -> RowMapping:
 def _job_row(row: RowMapping) -> JobRow:
     values = {k: row[k] for k in JobRow.__dataclass_fields__}
     values["state"] = state_named(row["state"])
-    values["spec"] = JobSpec.model_validate(json.loads(row["spec"]))
+    values["spec"] = _spec(row["spec"])
     values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
     return JobRow(**values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(text: str) -> JobSpec:
+    """A stored spec. A pass of the controller reads every job's, and they never change."""
+    return JobSpec.model_validate_json(text)
 
 
 def _add_event(db: Connection, job: str, attempt: int, event: EventDraft) -> None:

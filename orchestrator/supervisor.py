@@ -31,8 +31,8 @@ from orchestrator.supervision import Phase, Supervision
 
 logger = logging.getLogger(__name__)
 
-PASS_S = 0.02
-"""Longest time between two passes; a report starts one at once."""
+PASS_S = 0.25
+"""Longest time between two passes; a report, or a rank's end, starts one at once."""
 ANSWER_S = 30.0
 """Seconds that the controller may take to answer before it counts as unreachable."""
 
@@ -87,7 +87,12 @@ class Supervisor:
         self._going = True
         try:
             me = ray.get_runtime_context().current_actor
-            group = WorkerGroup(resume.job, me, on_gpu=resume.spec.gpus_per_node is not None)
+            group = WorkerGroup(
+                resume.job,
+                me,
+                on_gpu=resume.spec.gpus_per_node is not None,
+                on_change=self._wake,
+            )
             controller = RayController()
             past = history(controller, resume)
             self._supervision = Supervision(
@@ -122,6 +127,10 @@ class Supervisor:
     def status(self) -> dict[str, object]:
         """Where the job stands; empty before ``run``."""
         return {} if self._supervision is None else self._supervision.status()
+
+    def _wake(self) -> None:
+        if self._supervision is not None:
+            self._supervision.inbox.wake()
 
     def _loop(self, supervision: Supervision) -> None:
         try:
