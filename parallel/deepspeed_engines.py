@@ -28,6 +28,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -112,6 +113,11 @@ class StagedModule(PipelineModule):
     def forward(self, forward_input: Any) -> Any:
         with self._micro_batch():
             return super().forward(forward_input)
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        # Recorded by autograd, the broadcast would become part of every backward.
+        super()._synchronize_tied_weights()
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = stage_boundaries(

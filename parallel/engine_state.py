@@ -42,7 +42,8 @@ def optimizer_tensors(bf16_optimizer: Any, group_names: Sequence[str]) -> dict[s
     for i, name in enumerate(group_names):
         master = bf16_optimizer.fp32_groups_flat_partition[i]
         state = bf16_optimizer.optimizer.state[master]
-        tensors[f"{name}.parameters"] = bf16_optimizer.bf16_groups_flat[i]
+        # Flattening a single parameter gives a view of it, which autograd guards.
+        tensors[f"{name}.parameters"] = bf16_optimizer.bf16_groups_flat[i].detach()
         tensors[f"{name}.masters"] = master.detach()
         tensors |= {f"{name}.{what}": state[what] for what in ("exp_avg", "exp_avg_sq", "step")}
     return tensors
