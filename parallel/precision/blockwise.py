@@ -3,8 +3,8 @@
 Where scales are powers of two, values are dequantized in BF16 before the product, exactly: a
 value rounded to three or two mantissa bits has its bits to spare, and its grid is x's own or
 coarser. So the product is one BF16 matrix product with FP32 sums and nothing after it. The
-exponents reach as far as BF16's own, with one limit: matrix units may take BF16 numbers below
-2^-126 as 0.
+exponents reach as far as BF16's own, with two limits at the ends: a value that rounds up to
+2^128 becomes Inf, and matrix units may take BF16 numbers below 2^-126 as 0.
 
 A matrix whose dimensions are no multiples of the block has broken blocks at its ends, as if
 padded with zeros.

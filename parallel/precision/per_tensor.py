@@ -63,7 +63,7 @@ class _PerTensor(Quantizer):
         payload = saturating_cast(scaled, self.format)
         values = upcast(payload, self.format)
         scale_inv = self.row.scale.reciprocal()
-        self._count_plain(x, scaled, values if self.row.energies is None else values * scale_inv)
+        self._count_plain(x, scaled, values.float() * scale_inv)
         return values, scale_inv, payload
 
 
