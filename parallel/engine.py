@@ -32,12 +32,12 @@ from parallel.gradients import ExchangeDtype
 from parallel.model_plan import ModelPlan, parameter_name
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
 from parallel.precision.backend import LayerScope, make_scope
-from parallel.precision.choice import BackendChoice
-from parallel.precision.detection import choose_here
+from parallel.precision.choice import BackendChoice, Workload
+from parallel.precision.detection import choose_together
 from parallel.rank_groups import RankGroups, build_groups
 from parallel.step_hooks import GradientGroup, StepHooks
 from parallel.topology import Coordinate, data_size
-from parallel.transformer import layer_plans, loss_fn
+from parallel.transformer import ffn_size, layer_plans, loss_fn
 
 MicroBatch = tuple[Tensor, Tensor]
 """Token ids and targets, each int64 [sequences, seq_len]."""
@@ -93,6 +93,7 @@ class Engine:
         switchable: Iterable[str],
         coordinate: Coordinate,
         scope: LayerScope,
+        backend: BackendChoice,
         groups: tuple[GradientGroup, ...],
         hooks: StepHooks,
         replicas: dist.ProcessGroup,
@@ -100,6 +101,8 @@ class Engine:
     ) -> None:
         self.coordinate = coordinate
         self.scope = scope
+        self.backend = backend
+        """What the linears run on, and why; the same on every rank."""
         self.exchange = groups[0].exchange
         """Exchange of the matrices."""
         self._engine = deepspeed_engine
@@ -240,7 +243,7 @@ def build_engine(
 ) -> Engine:
     """Build this rank's engine; the default process group must exist, every rank calls it.
 
-    ``backend``: what the job's ranks agreed on; unset: what this rank's device is best at.
+    ``backend``: unset, the ranks agree on one by their devices (``parallel.precision.choice``).
     ``LOCAL_RANK`` must be set, and ``DS_ACCELERATOR=cpu`` on a machine without an accelerator.
     Raises ValueError for degrees that don't fit the world, for a model that tensor ranks can't
     share, for ZeRO above 1 (not supported), and for a ``deepspeed`` section that contradicts
@@ -264,7 +267,8 @@ def build_engine(
 
     device = torch.device(get_accelerator().current_device_name())
     ranks = build_groups(degrees)
-    backend = backend or choose_here(precision, fp8, device)
+    workload = _workload(model, numbers, degrees)
+    backend = backend or choose_together(precision, fp8, device, workload)
     scope = make_scope(
         backend,
         precision,
@@ -308,10 +312,24 @@ def build_engine(
         switchable=_of_all_ranks(scope.layers),
         coordinate=ranks.coordinate,
         scope=scope,
+        backend=backend,
         groups=groups,
         hooks=hooks,
         replicas=replicas,
         pipelined=pipelined,
+    )
+
+
+def _workload(model: ModelConfig, numbers: TrainingNumbers, degrees: ParallelismConfig) -> Workload:
+    """What a backend must be able to run, as one rank holds it."""
+    hidden, shards = model.hidden_size, degrees.tensor
+    kv_width = (model.num_kv_heads or model.num_heads) * (hidden // model.num_heads)
+    inner = ffn_size(model) // shards
+    return Workload(
+        widths=(hidden, (hidden + 2 * kv_width) // shards, hidden // shards, 2 * inner, inner),
+        tokens=numbers.micro_batch_size * numbers.seq_len,
+        smooth=model.smooth_swiglu,
+        recompute=numbers.recompute == "full",
     )
 
 

@@ -4,7 +4,7 @@ A backend creates this rank's linears, owns their scaling state, and moves singl
 between FP8 and BF16. The model (``parallel.transformer``) and the engine know ``LayerScope``
 only; which class stands behind it is decided by ``parallel.precision.choice``.
 
-    choice = detection.choose_here(precision, fp8, device)
+    choice = detection.choose_together(precision, fp8, device)
     scope = make_scope(choice, precision, fp8, num_layers=…, device=…, tensor=…, stage=…)
 
 Promises: importing this imports neither torch nor a backend.

@@ -25,14 +25,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from parallel.config import FP8Config, Precision
+from parallel.precision.recipes import multiple_of
 
 Backend = Literal["transformer_engine", "native", "bf16"]
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
 TESTED_VERSION = (2, 20)
 """Release of Transformer Engine whose signatures the adapter's calls are checked against."""
-MULTIPLES = {"delayed": 16, "current": 16, "block": 128, "mxfp8": 32}
-"""What widths and tokens must be a multiple of, by recipe."""
 BLOCK_CUDA = (12, 9)
 ADA_CUDA = (12, 1)
 
@@ -197,12 +196,14 @@ def _runs(config: FP8Config, capability: tuple[int, int]) -> bool:
     return config.recipe in recipes_on(capability) and not _fp32_block(config, capability)
 
 
-def misfit(config: FP8Config, workload: Workload) -> str:
+def misfit(config: FP8Config, workload: Workload, capability: tuple[int, int] | None = None) -> str:
     """Why Transformer Engine can't run such a job's layers; empty when it can.
 
-    Its quantizers take whole blocks only, and don't pad.
+    It pads neither widths nor tokens, where the native layers pad tokens. On ``capability``
+    10.0 and up block scaling is emulated by mxfp8, whose blocks of 32 it then needs whole.
     """
-    multiple = MULTIPLES[config.recipe]
+    emulated = config.recipe == "block" and capability is not None and capability >= (10, 0)
+    multiple = multiple_of("mxfp8" if emulated else config.recipe)
     odd = next((width for width in workload.widths if width % multiple), None)
     if odd is not None:
         return f"{config.recipe} scaling takes widths that {multiple} divides, not {odd}"
@@ -248,7 +249,7 @@ def _obstacle(
             f"torch has {device.cuda[0]}.{device.cuda[1]}",
             "install a torch built with it, or use backend: auto",
         )
-    wrong = misfit(config, workload)
+    wrong = misfit(config, workload, device.capability)
     if wrong:
         return BackendRefusal(wrong, "change it, or use backend: auto")
     if te.version is None or te.problem:

@@ -16,16 +16,17 @@ from parallel.precision.choice import (
     DeviceFacts,
     TransformerEngineFacts,
     Workload,
+    agreed,
     choose,
 )
 
 
 def choose_here(
     precision: Precision, config: FP8Config, device: Any, workload: Workload | None = None
-) -> BackendChoice:
+) -> BackendChoice | BackendRefusal:
     """The backend for ``device`` (a torch device or its name) of this process.
 
-    Looks at Transformer Engine only where it could matter. Raises BackendRefusedError.
+    Looks at Transformer Engine only where it could matter.
     """
     facts = device_facts(device)
     matters = precision == "fp8" and config.backend != "native" and facts.kind == "cuda"
@@ -34,7 +35,22 @@ def choose_here(
         from parallel.precision import transformer_engine
 
         te = transformer_engine.facts()
-    decided = choose(precision, config, facts, te, workload)
+    return choose(precision, config, facts, te, workload)
+
+
+def choose_together(
+    precision: Precision, config: FP8Config, device: Any, workload: Workload | None = None
+) -> BackendChoice:
+    """One backend for all ranks of the default process group; a collective.
+
+    Raises BackendRefusedError, on every rank, where one of them can't run what is asked for.
+    """
+    import torch.distributed as dist
+
+    mine = choose_here(precision, config, device, workload)
+    found: list[BackendChoice | BackendRefusal] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    decided = agreed(found)
     if isinstance(decided, BackendRefusal):
         raise BackendRefusedError(decided)
     return decided

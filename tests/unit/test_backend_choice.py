@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from parallel.config import FP8Config
 from parallel.precision import detection, transformer_engine
 from parallel.precision.choice import (
-    MULTIPLES,
     RECIPES,
     BackendChoice,
     BackendRefusal,
@@ -24,10 +23,12 @@ from parallel.precision.choice import (
     DeviceFacts,
     TransformerEngineFacts,
     Workload,
+    agreed,
     choose,
     forecast,
     recipes_on,
 )
+from parallel.precision.recipes import multiple_of
 
 CPU = DeviceFacts("cpu")
 THERE = TransformerEngineFacts("2.20.2")
@@ -150,7 +151,7 @@ class TestByTransformerEngine:
         ("recipe", "workload", "says"),
         [
             ("delayed", Workload(widths=(64, 24)), "16 divides, not 24"),
-            ("block", Workload(widths=(256, 192)), "128 divides, not 192"),
+            ("block", Workload(widths=(256, 48)), "32 divides, not 48"),
             ("mxfp8", Workload(tokens=48), "32 divides, not 48"),
             ("current", Workload(smooth=True), "smooth"),
         ],
@@ -158,6 +159,10 @@ class TestByTransformerEngine:
     def test_layers_that_it_cannot_run(self, recipe, workload, says):
         decided = decide(recipe, gpu((10, 0)), workload=workload)
         assert decided.backend == "native" and says in decided.reason
+
+    def test_block_takes_narrower_widths_where_it_is_not_emulated(self):
+        workload = Workload(widths=(48,), tokens=16)
+        assert decide("block", gpu((9, 0)), workload=workload).backend == "transformer_engine"
 
     def test_ema_can_be_run_but_not_recomputed(self):
         fields = {"amax_compute_algo": "ema"}
@@ -211,7 +216,24 @@ class TestWhateverTheMachine:
         if decided.backend == "transformer_engine":
             assert recipe in recipes_on(device.capability)
             assert te.version and not te.problem and recipe not in te.unsupported
-            assert all(width % MULTIPLES[recipe] == 0 for width in workload.widths)
+            assert all(width % multiple_of(recipe) == 0 for width in workload.widths)
+
+
+class TestRanksAgree:
+    TE = BackendChoice("transformer_engine", "runs here")
+    NATIVE = BackendChoice("native", "an old GPU")
+    NO = BackendRefusal("an old GPU", "do")
+
+    def test_on_what_all_found(self):
+        assert agreed([self.TE, self.TE]) == self.TE
+
+    def test_on_native_where_one_can_do_nothing_else_with_its_reason(self):
+        for order in ([self.TE, self.NATIVE], [self.NATIVE, self.TE]):
+            decided = agreed(order)
+            assert decided.backend == "native" and "an old GPU" in decided.reason
+
+    def test_on_a_refusal_where_one_refuses(self):
+        assert agreed([self.TE, self.NO]) == self.NO
 
 
 class TestForecast:
@@ -258,8 +280,8 @@ class TestDetection:
         monkeypatch.setattr(transformer_engine, "facts", lambda: THERE)
         assert detection.choose_here("fp8", FP8Config(), "cuda").backend == "transformer_engine"
         monkeypatch.setattr(transformer_engine, "facts", lambda: ABSENT)
-        with pytest.raises(BackendRefusedError, match=r"octavo\[te\]"):
-            detection.choose_here("fp8", FP8Config(backend="transformer_engine"), "cuda")
+        refused = detection.choose_here("fp8", FP8Config(backend="transformer_engine"), "cuda")
+        assert isinstance(refused, BackendRefusal) and "octavo[te]" in refused.remedy
 
     def test_absent_it_has_no_version(self):
         if transformer_engine.importlib.util.find_spec("transformer_engine") is not None:
