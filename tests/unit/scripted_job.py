@@ -278,11 +278,11 @@ class ScriptedRanks:
             loss *= 10
         names = tuple(f"{layer}/{role}" for layer in LAYERS for role in ("input", "weight"))
         in_bf16 = tuple(name for name in LAYERS if self.precision.get(name) == "bf16")
-        stats = np.array([[4.0, 100.0, 0.0, 0.0, 0.0, 1000.0]] * len(names), np.float32)
+        stats = np.array([[4.0, 100.0, 0.0, 0.0, 0.0, 1000.0, 0.0, 0.0]] * len(names), np.float32)
         for i, name in enumerate(names):
             layer = name.split("/")[0]
             if self.script.saturated(self.step, layer) and layer not in in_bf16:
-                stats[i] = [400.0, 100.0, 300.0, 0.0, 0.0, 1000.0]
+                stats[i] = [400.0, 100.0, 300.0, 0.0, 0.0, 1000.0, 0.0, 0.0]
         return RankReport(
             attempt=self.attempt,
             timeline=self.timeline,
