@@ -99,8 +99,12 @@ class Float8Linear(nn.Linear):
 
     While in BF16 it computes what ``nn.Linear`` does, to the bit, and goes on observing amax,
     so that its scales are fresh when it returns. Outside ``train()`` mode nothing is
-    observed. The weight is quantized once and kept until ``forget_weight``; whoever changes
-    the weight calls that, which the scope does at every step boundary.
+    observed. The weight is quantized once and kept until ``forget_weight``, which the scope
+    calls at every step boundary, or until autograd counts a change of it in place (a change
+    through ``.data`` it doesn't count: say so by ``forget_weight``).
+
+    With a bias it is added in BF16 after the product, and its gradient is the sum of the
+    gradient as it came, unquantized, as in Transformer Engine.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Float8Linear(nn.Linear):
         self._bind = bind
         self._weight_q: Quantized | None = None
         self._weight_seen = False
+        self._weight_version = -1
 
     def forward(self, input: Tensor, undo: Tensor | None = None) -> Tensor:
         """``input @ weight.T``; [..., in_features] → [..., out_features], dtype of ``input``.
@@ -168,6 +173,8 @@ class Float8Linear(nn.Linear):
 
     def quantized_weight(self, *, for_dgrad: bool) -> Quantized:
         """wq_OI, quantized at the first call after ``forget_weight``."""
+        if self._weight_version != self.weight._version:
+            self.forget_weight()
         kept = self._weight_q
         # What evaluation quantized was not observed: training sees it once a step all the same.
         seen = self._weight_seen or not self._observes
@@ -185,6 +192,7 @@ class Float8Linear(nn.Linear):
         """The weight has changed or may have: quantize it again when next needed."""
         self._weight_q = None
         self._weight_seen = False
+        self._weight_version = self.weight._version
 
     def _observe_operands(self, input: Tensor) -> None:
         self.operand("input").observe(_bf16(input.detach()))

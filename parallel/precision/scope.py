@@ -96,20 +96,12 @@ class PrecisionScope:
         part = shard_of(self.tensor, shard)
         if part is not None:
             in_features, out_features = part.features(name, in_features, out_features)
-        fixed = self._job_precision == "bf16" or recipes.is_high_precision(
-            name, self._high_precision, self._num_layers
-        )
-        if fixed:
+        if self.stays_in_bf16(name):
             self._fixed.append(name)
             return BF16Linear(
                 in_features, out_features, dtype=dtype, device=self.device, shard=part
             )
-        problems = recipes.dimension_problems(self.recipe.scaling, in_features, out_features)
-        if problems:
-            told = "; ".join(f"{message} ({remedy})" for message, remedy in problems)
-            raise ValueError(f"linear {name!r}: {told}")
-        if self._state is not None:
-            raise ValueError(f"linear {name!r} comes after the scaling state was laid out")
+        self._admit(name, in_features, out_features)
         layer = Float8Linear(
             name,
             in_features,
@@ -122,6 +114,44 @@ class PrecisionScope:
         )
         self._linears[name] = layer
         return layer
+
+    def adopt(self, name: str, linear: nn.Linear) -> Float8Linear:
+        """An FP8 linear with the parameters of ``linear``, bias included: the same tensors.
+
+        Raises ValueError where ``linear`` would, and for a name that stays in BF16.
+        """
+        if name in self._linears or self.stays_in_bf16(name):
+            taken = "is registered already" if name in self._linears else "stays in BF16"
+            raise ValueError(f"linear {name!r} {taken}")
+        self._admit(name, linear.in_features, linear.out_features)
+        layer = Float8Linear(
+            name,
+            linear.in_features,
+            linear.out_features,
+            dtype=linear.weight.dtype,
+            device=torch.device("meta"),
+            bind=self._packed,
+            bias=linear.bias is not None,
+            observation=self._observation,
+        )
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.train(linear.training)
+        self._linears[name] = layer
+        return layer
+
+    def stays_in_bf16(self, name: str) -> bool:
+        """Whether a linear of this name has BF16 as its fixed precision."""
+        return self._job_precision == "bf16" or recipes.is_high_precision(
+            name, self._high_precision, self._num_layers
+        )
+
+    def _admit(self, name: str, in_features: int, out_features: int) -> None:
+        problems = recipes.dimension_problems(self.recipe.scaling, in_features, out_features)
+        if problems:
+            told = "; ".join(f"{message} ({remedy})" for message, remedy in problems)
+            raise ValueError(f"linear {name!r}: {told}")
+        if self._state is not None:
+            raise ValueError(f"linear {name!r} comes after the scaling state was laid out")
 
     def norm_linear(
         self,

@@ -1,0 +1,153 @@
+"""FP8 for a model that isn't ours: swaps the ``nn.Linear`` of any module for FP8 ones.
+
+::
+
+    conversion = convert(model, FP8Config(recipe="current"), filter=lambda name, _: name != "head")
+    for batch in batches:
+        loss(model(batch)).backward()
+        optimizer.step()
+        conversion.scope.finish_step(applied=True)
+
+An FP8 layer takes over the parameters of the linear it replaces: the same tensors, so an
+optimizer made before goes on, and keys and values of ``state_dict`` are as they were.
+``finish_step`` closes a step: it makes the scales of delayed scaling, and the statistics.
+
+Promises: a linear is converted or left with a reason, never dropped in silence; a module that is
+registered in several places is converted once, for all of them; with an error nothing has
+been changed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parallel.config import FP8Config, HighPrecisionLayers
+from parallel.precision import recipes
+from parallel.precision.linear import BF16Linear, Float8Linear
+from parallel.precision.scope import PrecisionScope
+
+Filter = Callable[[str, nn.Linear], bool]
+"""(name in the module, linear) → whether to convert it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What became of a module's linears, by their names in it."""
+
+    scope: PrecisionScope
+    """Owns the FP8 state of the converted ones: precision, scales, statistics."""
+    converted: tuple[str, ...]
+    left: Mapping[str, str]
+    """Linears left alone, and why."""
+
+
+def convert(
+    module: nn.Module,
+    fp8: FP8Config | PrecisionScope,
+    *,
+    filter: Filter | None = None,
+    prefix: str = "",
+) -> Conversion:
+    """Swap the ``nn.Linear`` inside ``module`` for FP8 layers, in place.
+
+    ``fp8``: a recipe, or a scope whose first forward hasn't come yet; names in the scope are
+    ``prefix`` and the name in the module. With a recipe, ``high_precision_layers.names`` are
+    patterns of names in the module; ``first`` and ``last`` count layers that it doesn't have.
+
+    Left alone are linears that ``filter`` or the recipe's patterns keep, whose features the
+    recipe can't take, whose weight is shared with another module (a tied head), and whose
+    forward isn't plainly ``nn.Linear``'s (subclasses, hooks, parametrizations).
+
+    Raises ValueError where ``module`` is itself a linear, where nothing can be told apart by
+    ``first`` and ``last``, for a pattern that matches nothing, and for a linear on another
+    device than the scope.
+    """
+    if isinstance(module, nn.Linear):
+        raise ValueError("a linear can't be swapped from inside: convert the module around it")
+    found = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    patterns: tuple[str, ...] = ()
+    if isinstance(fp8, FP8Config):
+        patterns = _patterns(fp8.high_precision_layers, tuple(found))
+        plain = fp8.model_copy(update={"high_precision_layers": HighPrecisionLayers()})
+        device = next((m.weight.device for m in found.values()), torch.device("cpu"))
+        scope = PrecisionScope("fp8", plain, num_layers=0, device=device)
+    else:
+        scope = fp8
+    shared = _shared_weights(module)
+    left: dict[str, str] = {}
+    chosen: dict[str, nn.Linear] = {}
+    for name, linear in found.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            reason: str | None = "high_precision_layers keeps it in BF16"
+        else:
+            reason = _reason(prefix + name, linear, scope, shared)
+        if reason is None and filter is not None and not filter(name, linear):
+            reason = "the filter leaves it out"
+        if reason is None:
+            chosen[name] = linear
+        else:
+            left[name] = reason
+    # All linears are judged before any is swapped.
+    adopted = {id(chosen[name]): scope.adopt(prefix + name, chosen[name]) for name in chosen}
+    for parent in list(module.modules()):
+        # Not named_children: it names a child once, however often its parent has it.
+        for key, child in list(parent._modules.items()):
+            if id(child) in adopted:
+                parent._modules[key] = adopted[id(child)]
+    return Conversion(scope, tuple(chosen), left)
+
+
+def _patterns(kept: HighPrecisionLayers, names: tuple[str, ...]) -> tuple[str, ...]:
+    if kept.first or kept.last:
+        raise ValueError(
+            "high_precision_layers: first and last count transformer layers, which a module "
+            "doesn't tell; name its linears in names, or pass a filter"
+        )
+    for pattern in kept.names:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = recipes.nearest(pattern, names)
+            raise ValueError(f"high_precision_layers: {pattern!r} matches no linear{near}")
+    return kept.names
+
+
+def _shared_weights(module: nn.Module) -> dict[int, list[str]]:
+    """Parameters that several modules have, by id, and those modules."""
+    owners: dict[int, list[str]] = {}
+    for name, each in module.named_modules():
+        for parameter in each.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return {key: names for key, names in owners.items() if len(names) > 1}
+
+
+def _reason(
+    name: str, linear: nn.Linear, scope: PrecisionScope, shared: Mapping[int, list[str]]
+) -> str | None:
+    """Why a linear can't be converted, or None. Raises ValueError for a foreign device."""
+    if isinstance(linear, Float8Linear):
+        return "it is an FP8 linear already"
+    if isinstance(linear, BF16Linear):
+        return "a scope made it, to stay in BF16"
+    if type(linear) is not nn.Linear:
+        return f"its class {type(linear).__name__} may compute otherwise than nn.Linear"
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
+    if any(hooks) or linear._backward_pre_hooks:
+        return "it has hooks, which would be lost"
+    if not linear.weight.is_floating_point():
+        return f"its weight is {linear.weight.dtype}"
+    if id(linear.weight) in shared:
+        return f"its weight is shared by {' and '.join(shared[id(linear.weight)])}"
+    if scope.stays_in_bf16(name):
+        return "the job keeps it in BF16"
+    problems = recipes.dimension_problems(
+        scope.recipe.scaling, linear.in_features, linear.out_features
+    )
+    if problems:
+        return "; ".join(message for message, _ in problems)
+    if linear.weight.device.type != scope.device.type:
+        raise ValueError(f"linear {name!r} is on {linear.weight.device}, the scope {scope.device}")
+    return None

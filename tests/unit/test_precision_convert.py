@@ -1,0 +1,199 @@
+"""Any module's linears in FP8: what is swapped, what is left and why, what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.config import FP8Config, HighPrecisionLayers
+from parallel.precision.convert import convert
+from parallel.precision.linear import Float8Linear
+from parallel.precision.scope import PrecisionScope
+from tests.unit.precision_recipes import every_recipe, every_variant, fp8_config
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Embedding, two blocks with biases, a head tied to the embedding; a user's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(48, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+        self.gate = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x) * self.gate(x).sigmoid()
+        return self.head(x)
+
+
+LINEARS = ("blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2")
+
+
+def test_linears_are_swapped_or_left_with_a_reason():
+    model = Model()
+    conversion = convert(model, fp8_config("current"), filter=lambda name, _: name != "blocks.1.2")
+    assert conversion.converted == LINEARS[:3]
+    assert conversion.left == {
+        "blocks.1.2": "the filter leaves it out",
+        "gate": "1 outputs are no multiple of 16, which current needs",
+        "head": "its weight is shared by embed and head",
+    }
+    kinds = {name: type(model.get_submodule(name)) for name in LINEARS}
+    assert kinds == dict(zip(LINEARS, [Float8Linear] * 3 + [nn.Linear], strict=True))
+    assert conversion.scope.layers == LINEARS[:3]
+
+
+@every_recipe
+def test_parameters_stay_the_same_tensors_under_the_same_names(recipe):
+    model = Model()
+    before = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    convert(model, fp8_config(recipe))
+    after = dict(model.named_parameters())
+    assert list(model.state_dict()) == keys
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+
+
+@every_variant
+def test_a_converted_model_trains_as_the_plain_one_does(recipe):
+    plain = Model()
+    mine = copy.deepcopy(plain)
+    conversion = convert(mine, fp8_config(recipe))
+    losses: dict[str, list[float]] = {"plain": [], "fp8": []}
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(48, (8, 16), generator=generator)
+    for name, model in (("plain", plain), ("fp8", mine)):
+        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+        for _ in range(20):
+            loss = nn.functional.cross_entropy(
+                model(tokens).flatten(0, 1), (tokens + 1).flatten() % 48
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if name == "fp8":
+                conversion.scope.finish_step(applied=True)
+            losses[name].append(loss.item())
+    assert losses["fp8"][-1] < 0.5 * losses["fp8"][0]
+    assert losses["fp8"][-1] == pytest.approx(losses["plain"][-1], rel=0.1)
+    assert losses["fp8"] != losses["plain"]
+
+
+@every_variant
+def test_a_bias_is_added_in_bf16_and_its_gradient_is_of_the_unquantized_one(recipe):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16))
+    x = torch.randn(32, WIDTH).bfloat16()
+    bias = model[0].bias.detach().clone()
+    with torch.no_grad():
+        model[0].bias.zero_()
+    convert(model, fp8_config(recipe))
+    without = model(x).detach()
+    with torch.no_grad():
+        model[0].bias.copy_(bias)
+    y = model(x)
+    assert torch.equal(y, without + bias)
+    g = torch.randn_like(y) * 1e-7
+    y.backward(g)
+    assert torch.equal(model[0].bias.grad, g.float().sum(0).bfloat16())
+
+
+def test_a_weight_that_the_optimizer_changed_is_quantized_anew_without_being_told():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
+    convert(model, fp8_config("current"))
+    x = torch.randn(4, WIDTH).bfloat16()
+    before = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(-1)
+    assert torch.equal(model(x), -before)
+
+
+def test_a_module_in_two_places_is_converted_once_for_both():
+    inner = nn.Linear(WIDTH, WIDTH)
+    model = nn.ModuleDict({"a": inner, "b": nn.Sequential(inner), "c": inner})
+    conversion = convert(model, fp8_config("block"))
+    assert conversion.converted == ("a",)
+    assert isinstance(model["a"], Float8Linear)
+    assert model["a"] is model["b"][0] is model["c"]
+
+
+def test_what_may_compute_otherwise_is_left_alone():
+    class Cosine(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.normalize(x))
+
+    hooked = nn.Linear(WIDTH, WIDTH)
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    model = nn.ModuleDict(
+        {
+            "cosine": Cosine(WIDTH, WIDTH),
+            "hooked": hooked,
+            "attention": nn.MultiheadAttention(WIDTH, 4),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        }
+    )
+    left = dict(convert(model, fp8_config("current")).left)
+    assert left.keys() == {"cosine", "hooked", "attention.out_proj", "normed"}
+    assert "hooks" in left.pop("hooked")
+    assert all("may compute otherwise" in reason for reason in left.values())
+
+
+def test_patterns_keep_linears_and_one_that_matches_nothing_is_an_error():
+    kept = HighPrecisionLayers(names=("blocks.0.*",))
+    conversion = convert(Model(), FP8Config(high_precision_layers=kept))
+    assert conversion.converted == LINEARS[2:]
+    model = Model()
+    wrong = HighPrecisionLayers(names=("block.0.*",))
+    with pytest.raises(ValueError, match=r"matches no linear; did you mean 'blocks.0.\d'"):
+        convert(model, FP8Config(high_precision_layers=wrong))
+    with pytest.raises(ValueError, match="name its linears in names"):
+        convert(model, FP8Config(high_precision_layers=HighPrecisionLayers(first=1)))
+    assert all(type(model.get_submodule(name)) is nn.Linear for name in LINEARS)
+
+
+def test_a_linear_itself_is_refused_and_a_second_conversion_changes_nothing():
+    with pytest.raises(ValueError, match="convert the module around it"):
+        convert(nn.Linear(WIDTH, WIDTH), FP8Config())
+    model = Model()
+    convert(model, FP8Config())
+    again = convert(model, FP8Config())
+    assert again.converted == ()
+    assert again.left["blocks.0.0"] == "it is an FP8 linear already"
+
+
+class TestWithAScope:
+    def test_layers_of_several_modules_share_one_scope_under_their_prefixes(self):
+        scope = PrecisionScope("fp8", FP8Config(recipe="mxfp8"), num_layers=2)
+        for index in range(2):
+            convert(Model().blocks[index], scope, prefix=f"layers.{index}.")
+        assert scope.layers == ("layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2")
+        scope.set_precision({"layers.1.2": "bf16"})
+        assert scope.precision()["layers.1.2"] == "bf16"
+
+    def test_what_the_job_keeps_in_bf16_is_left(self):
+        kept = FP8Config(high_precision_layers=HighPrecisionLayers(first=1))
+        scope = PrecisionScope("fp8", kept, num_layers=2)
+        first = convert(Model().blocks[0], scope, prefix="layers.0.")
+        assert first.left == dict.fromkeys(["0", "2"], "the job keeps it in BF16")
+        bf16 = PrecisionScope("bf16", FP8Config(), num_layers=2)
+        assert convert(Model(), bf16).converted == ()
+
+    def test_another_device_than_the_scopes_is_an_error(self):
+        scope = PrecisionScope("fp8", FP8Config(), num_layers=2, device="meta")
+        model = Model()
+        with pytest.raises(ValueError, match="is on cpu, the scope meta"):
+            convert(model, scope)
+        assert all(type(model.get_submodule(name)) is nn.Linear for name in LINEARS)
