@@ -7,7 +7,7 @@ tiny model learns in a few steps, the same sequences whatever the layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from parallel.config import (
     GradientExchangeConfig,
     ModelConfig,
     ParallelismConfig,
+    RecipeName,
 )
 from parallel.engine import Engine, TrainingNumbers, build_engine
 
@@ -30,8 +31,8 @@ SEQUENCES = 8
 """Sequences a step over all replicas."""
 MICRO = 2
 LR = 3e-3
-RECIPES = ["delayed", "current"]
-"""Those that the native scope runs."""
+RECIPES = list(get_args(RecipeName))
+"""All that a spec can ask for."""
 
 
 def fp8_config(recipe: str, **more: Any) -> FP8Config:

@@ -9,7 +9,7 @@ import torch
 
 from parallel.config import GradientExchangeConfig
 from parallel.engine import Engine
-from tests.ranks.engine_runs import LR, RECIPES, batches, build, model_for
+from tests.ranks.engine_runs import RECIPES, WIDE, batches, build
 from tests.ranks.launch_ranks import run_ranks
 
 LAYOUTS = {
@@ -22,12 +22,13 @@ LAYOUTS = {
 CALIBRATION = 2
 """Steps at learning rate 0: delayed scales then fit, and the weights are still everyone's."""
 STEPS = 8
+LR = 1e-3
 TOLERANCE = 0.01
 """Relative difference of losses allowed to a layout.
 
 Shards of a matrix are quantized by their own amax where the recipe scales by the present
 tensor, the two parts of a sum are rounded to BF16 before they are added, and eight steps at a
-high learning rate multiply that. Measured: up to 0.0016.
+high learning rate multiply that. Measured: up to 0.0048, and 0.0005 in BF16.
 """
 NORM_TOLERANCE = 0.02
 """Relative difference allowed to a norm's gradient in BF16, in the 2-norm."""
@@ -86,11 +87,10 @@ def spied(engine: Engine) -> list[dict[str, torch.Tensor]]:
 
 
 def runs(rank: int, world_size: int, degrees: dict[str, int], recipes: list[str]) -> dict[str, Any]:
-    found = {
-        recipe: train(world_size, degrees, recipe=recipe, model=model_for(recipe))
-        for recipe in recipes
-    }
-    found["bf16"] = train(world_size, degrees, precision="bf16", communication_data_type="fp32")
+    found = {recipe: train(world_size, degrees, recipe=recipe, model=WIDE) for recipe in recipes}
+    found["bf16"] = train(
+        world_size, degrees, precision="bf16", model=WIDE, communication_data_type="fp32"
+    )
     return found
 
 
@@ -146,7 +146,7 @@ class TestEveryLayout:
                     allowed = NORM_TOLERANCE + NOISE * noise
                     assert difference(gradient, exact[name]) < allowed, name
                     seen.add(name)
-        assert len(seen) == 7
+        assert len(seen) == 2 * WIDE.num_layers + 1
 
     def test_keeps_what_tensor_ranks_share_equal_to_the_bit(
         self, laid_out: Ranks, run: str
