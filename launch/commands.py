@@ -16,6 +16,7 @@ from typing import Literal
 
 from launch.config import RunConfig
 from parallel.config import Precision
+from parallel.precision.choice import BackendChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,19 @@ class CopyFailed:
     """One sentence for a person."""
 
 
-Report = RankReport | SnapshotReport | RollbackReport | DrillReport | CopyFailed
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """What the ranks agreed to run their linears on; told by rank 0 once its engine is built."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    time: float
+    choice: BackendChoice
+
+
+Report = RankReport | SnapshotReport | RollbackReport | DrillReport | CopyFailed | BackendReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from launch.checkpoints import read_rank_file
 from launch.commands import (
     Assignment,
+    BackendReport,
     Command,
     DrillReport,
     RankReport,
@@ -130,6 +131,7 @@ class TrainingLoop:
         self._stream = TokenStream(run.data, run.training.seq_len)
         require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
         self._engine = _engine_of(run)
+        self._announce_backend()
         self._random = RandomState()
         self._tensors = {**self._engine.live_tensors(), **self._random.tensors}
         if assignment.restore is not None:
@@ -295,7 +297,10 @@ class TrainingLoop:
         }
 
     def _is_sampled(self, step: int) -> bool:
-        """Whether per-tensor statistics are taken after ``step``: in the last of every n."""
+        """Whether per-tensor statistics are taken of ``step``: of the last of every n.
+
+        Amax is then the largest of all n steps, counters are that step's.
+        """
         return (step + 1) % self._run_config.fp8.statistics_every == 0
 
     def _report(self, measured: dict[str, Any], result: StepResult, seconds: float) -> None:
@@ -325,6 +330,15 @@ class TrainingLoop:
             DrillReport(a.attempt, self._timeline, a.rank, step, time.time(), drill)
         )
         return self._reporter.flush()
+
+    def _announce_backend(self) -> None:
+        a, choice = self._assignment, self._engine.backend
+        logger.info("attempt %d: linears run on %s", a.attempt, choice)
+        if a.rank == 0:
+            now = time.time()
+            self._reporter.send(
+                BackendReport(a.attempt, self._timeline, a.rank, self._step, now, choice)
+            )
 
     def _finish(self) -> RankResult:
         """Wait for the last copies, then say how it ended."""

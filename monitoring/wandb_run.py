@@ -128,6 +128,10 @@ class WandbRun:
         """``Action.to_json()``; before the records that follow it."""
         self._put("action", action)
 
+    def log_config(self, values: Row) -> None:
+        """More of the run's configuration, known only now; replaces what is there."""
+        self._put("config", dict(values))
+
     def finish(self, summary: Row | None = None, timeout: float = 20.0) -> bool:
         """Write what is queued and end the run; False when it took longer than ``timeout``
         seconds (it then goes on in the background, and what is on disk can be synced)."""
@@ -229,6 +233,9 @@ class WandbRun:
         self._step = record.step
         values = metrics.step_metrics(record, WORST_TENSORS, self._fp8_format)
         self._run.log(values | metrics.tally_metrics(self._tally))
+
+    def _on_config(self, values: Row) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
 
     def _on_incident(self, incident: Row) -> None:
         self._incidents.append(incident)

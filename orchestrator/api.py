@@ -36,7 +36,9 @@ from starlette.exceptions import HTTPException
 from orchestrator.api_guard import Guard
 from orchestrator.controller import Controller
 from orchestrator.lifecycle import JobState, TransitionRefused
+from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
+from orchestrator.spec_backend import backend_of
 from orchestrator.spec_errors import SpecError
 from orchestrator.store import JobRow, Store, UnknownJobError
 
@@ -134,6 +136,14 @@ def job_json(row: JobRow) -> dict[str, Any]:
     }
 
 
+def _backend(store: Store, row: JobRow) -> dict[str, str]:
+    """What the linears run on and why: as the ranks told, or as far as the spec tells."""
+    told = store.newest_event(row.id, ("attempt_started", "backend_chosen"))
+    known = {} if told is None else told["detail"]
+    foretold = backend_detail(backend_of(row.spec))
+    return {key: str(known.get(key, value)) for key, value in foretold.items()}
+
+
 def settled(row: JobRow) -> bool:
     """Whether nothing more will happen by itself: ended or paused, and its nodes given back."""
     at_rest = row.state.terminal or row.state is JobState.PAUSED
@@ -174,8 +184,12 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
     @app.get("/v1/jobs/{job}")
     def show(job: str) -> dict[str, Any]:
         row = resolve(store, job)
-        more = {"attempts": store.attempts(row.id), "spec": spec_data(row.spec)}
-        return {**job_json(row), **more}
+        return {
+            **job_json(row),
+            **_backend(store, row),
+            "attempts": store.attempts(row.id),
+            "spec": spec_data(row.spec),
+        }
 
     @app.get("/v1/jobs/{job}/events")
     def events(job: str, after: After = 0, wait: Wait = 0, limit: Limit = PAGE) -> dict[str, Any]:

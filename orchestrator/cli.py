@@ -81,14 +81,18 @@ def submit(
 ) -> None:
     """Hand a job to the controller."""
     from orchestrator.spec import load_spec, spec_data, spec_yaml
+    from orchestrator.spec_backend import backend_of
 
     # On a submission the controller looks at the data: it is there that they must be.
     checked = load_spec(spec, check_data=dry_run)
     if dry_run:
+        backend = f"linears run on {backend_of(checked)}"
         if output is Output.json:
             print_json(spec_data(checked))
+            print(backend, file=sys.stderr)
         else:
-            sys.stdout.write(spec_yaml(checked))
+            # As a comment: the output is a job file.
+            sys.stdout.write(f"# {backend}\n{spec_yaml(checked)}")
         return
     job = _client(home).submit(spec_data(checked), str(spec))
     if output is Output.json:

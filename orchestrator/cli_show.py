@@ -128,6 +128,9 @@ def print_job(job: Mapping[str, Any]) -> None:
         "attempt": job["attempt"] or "",
         "timeline": job["timeline"] or "",
         "priority": job["priority"] or "",
+        "linears": ": ".join(
+            job[key] for key in ("backend", "backend_reason", "backend_warning") if job.get(key)
+        ),
         "file": job["file"],
         "directory": job["job_dir"],
         "submitted": clock(job["submitted_at"]),

@@ -19,9 +19,11 @@ from monitoring.job_view import JobView
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.notices import Notice, decided, seen
+from orchestrator.notices import Notice, backend_chosen, backend_detail, decided, seen
 from orchestrator.outbox import Outbox, Told
 from orchestrator.protocol import EventDraft, JobHistory, ResumeState
+from orchestrator.spec_backend import backend_of
+from parallel.precision.choice import BackendChoice
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class RunLog(Protocol):
     def log_incident(self, incident: Mapping[str, Any]) -> None: ...
 
     def log_action(self, action: Mapping[str, Any]) -> None: ...
+
+    def log_config(self, values: Mapping[str, Any]) -> None: ...
 
     def finish(self, summary: Mapping[str, Any] | None = None, timeout: float = 20.0) -> bool: ...
 
@@ -108,6 +112,13 @@ class Journal:
         """An event; with a transition it goes out at once."""
         event = self._noted(notice, now)
         self._outbox.tell(Told(event=event, transition=transition), urgent=transition is not None)
+
+    def chosen(self, choice: BackendChoice, now: float) -> None:
+        """What the ranks run their linears on; an event where it wasn't foretold."""
+        if choice != backend_of(self._resume.spec):
+            self.happened(backend_chosen(choice), now)
+        if self._run_log:
+            self._run_log.log_config(backend_detail(choice))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was told is stored. Raises FencedError."""

@@ -13,6 +13,7 @@ from launch.commands import CopyFailed, DrillReport, RestorePoint
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.way_back import WayBack
+from parallel.precision.choice import BackendChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +26,38 @@ class Notice:
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
-def attempt_started(attempt: int, ranks: int, restore: RestorePoint | None) -> Notice:
-    """The ranks are given out."""
+def attempt_started(
+    attempt: int, ranks: int, restore: RestorePoint | None, backend: BackendChoice
+) -> Notice:
+    """The ranks are given out; ``backend`` is what is known of it beforehand."""
     start = restore.step if restore else 0
     source = {"memory": "a copy in memory", "disk": "a checkpoint"}
     told = f"from {source[restore.tier]}" if restore else "from the seed"
     return Notice(
         "attempt_started",
-        f"Attempt {attempt} starts {ranks} ranks at step {start}, {told}.",
+        f"Attempt {attempt} starts {ranks} ranks at step {start}, {told}. Linears: {backend}.",
         {
             "attempt": attempt,
             "ranks": ranks,
             "step": start,
             "tier": restore.tier if restore else "seed",
+            **backend_detail(backend),
         },
     )
+
+
+def backend_chosen(choice: BackendChoice) -> Notice:
+    """The ranks looked at their devices."""
+    return Notice("backend_chosen", f"Linears: {choice}.", backend_detail(choice))
+
+
+def backend_detail(choice: BackendChoice) -> dict[str, str]:
+    """The keys under which events, W&B and ``octavo status`` have it."""
+    return {
+        "backend": choice.backend,
+        "backend_reason": choice.reason,
+        "backend_warning": choice.warning,
+    }
 
 
 def training(attempt: int, step: int) -> Notice:

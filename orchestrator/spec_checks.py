@@ -6,7 +6,6 @@ what it would say is about a default that the user never chose.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from launch.config import KillRank, NonFiniteGradient, WeightSurge
 from orchestrator.spec import JobSpec
+from orchestrator.spec_backend import check_backend, check_backend_model
 from orchestrator.spec_completion import (
     BatchRefusedError,
     batch_numbers,
@@ -237,17 +237,6 @@ def _high_precision(spec: JobSpec) -> Iterator[Finding]:
             yield Finding((*section, "names", i), message, remedy)
 
 
-def _backend(spec: JobSpec) -> Iterator[Finding]:
-    if spec.fp8.backend != "transformer_engine" or spec.precision != "fp8":
-        return
-    key: KeyPath = ("fp8", "backend")
-    if not spec.gpus_per_node:
-        yield Finding(key, "Transformer Engine needs GPUs", "set gpus_per_node, or backend: auto")
-    elif importlib.util.find_spec("transformer_engine") is None:
-        message = "Transformer Engine is not installed here"
-        yield Finding(key, message, "pip install 'octavo[te]', or backend: auto")
-
-
 def _envs(spec: JobSpec) -> Iterator[Finding]:
     for name, value in spec.envs.items():
         path: KeyPath = ("envs", name)
@@ -325,6 +314,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),
     (tuple(("detection", k) for k in ("window", "min_history")), _detection),
     ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
-    ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), _backend),
+    ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), check_backend),
+    ((("fp8",), ("model",), ("training",), ("precision",)), check_backend_model),
 )
 """Each check with the keys it reads."""

@@ -25,6 +25,7 @@ from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_stat
 from orchestrator.protocol import (
     Acknowledgement,
     EventDraft,
+    FencedError,
     JobHistory,
     NodeSlot,
     ResumeState,
@@ -169,16 +170,24 @@ class Store:
 
     # -- attempts
 
-    def begin_attempt(self, job: str, reason: str, time: float) -> ResumeState:
+    def begin_attempt(
+        self, job: str, reason: str, time: float, *, after: int | None = None
+    ) -> ResumeState:
         """Allocate the next attempt; from here on batches of earlier ones are refused.
 
-        Raises ``TransitionRefused`` for a job that doesn't hold nodes.
+        ``after``: the attempt that asks for it. Asking again, for the same reason and before
+        the new one has told anything, allocates no further one. Raises ``FencedError`` when
+        that is not the current attempt, ``TransitionRefused`` for a job that doesn't hold nodes.
         """
         with self._write() as db:
             row = _stored_job(db, job)
             state = state_named(row["state"])
             if not state.holds_nodes or state is JobState.CANCELLING:
                 raise TransitionRefused(state, Cause.RANK_LOST)
+            if after is not None and after != row["attempt"]:
+                if not _begun_after(db, row, after, reason):
+                    raise FencedError(f"attempt {after} is over, {row['attempt']} is current")
+                return self.resume_state(job)
             number = row["attempt"] + 1
             started = {"job": job, "attempt": number, "reason": reason, "started_at": time}
             db.execute(sa.insert(attempts).values(started))
@@ -269,6 +278,18 @@ class Store:
             rows = db.execute(_page(events, job, after, limit)).mappings()
             return [{**row, "detail": json.loads(row["detail"])} for row in rows]
 
+    def newest_event(self, job: str, kinds: Sequence[str]) -> dict[str, Any] | None:
+        """The last event of any of ``kinds``; None where there is none."""
+        newest = (
+            sa.select(events)
+            .where(events.c.job == job, events.c.kind.in_(kinds))
+            .order_by(events.c.id.desc())
+            .limit(1)
+        )
+        with self._read() as db:
+            row = db.execute(newest).mappings().one_or_none()
+            return None if row is None else {**row, "detail": json.loads(row["detail"])}
+
     def steps(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
         """``StepRecord.to_json()`` with an ``id``, in the order they were stored."""
         with self._read() as db:
@@ -357,6 +378,14 @@ def _job_row(row: RowMapping) -> JobRow:
     values["spec"] = _spec(row["spec"])
     values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
     return JobRow(**values)
+
+
+def _begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> bool:
+    """Whether the current attempt is the answer to the same question, asked before."""
+    asked = sa.and_(attempts.c.job == row["id"], attempts.c.attempt == row["attempt"])
+    begun = db.execute(sa.select(attempts).where(asked)).mappings().one()
+    same = begun["reason"] == reason and begun["sequence"] == 0
+    return same and row["attempt"] == after + 1
 
 
 @functools.lru_cache(maxsize=1024)

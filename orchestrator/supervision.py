@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from launch.commands import (
+    BackendReport,
     CopyFailed,
     DrillReport,
     Order,
@@ -45,6 +46,7 @@ from orchestrator.protocol import ControllerPort, JobHistory, ResumeState
 from orchestrator.recovery import decide, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
 from orchestrator.spec import JobSpec
+from orchestrator.spec_backend import backend_of
 from orchestrator.way_back import joined, left_open
 
 logger = logging.getLogger(__name__)
@@ -188,6 +190,8 @@ class Supervision:
                     attempt.facts.fired_drills.add(report.drill)
                 case CopyFailed():
                     self._journal.happened(notices.copy_failed(report), now)
+                case BackendReport(choice=choice):
+                    self._journal.chosen(choice, now)
 
     def _record(self, record: StepRecord, now: float) -> None:
         attempt = self._attempt
@@ -276,7 +280,8 @@ class Supervision:
         self._journal.flush()
         while True:
             try:
-                resume = self._controller.next_attempt(self._attempt.resume.job, reason)
+                over = self._attempt.resume
+                resume = self._controller.next_attempt(over.job, over.attempt, reason)
                 break
             except ControllerUnreachableError as error:
                 logger.warning("no next attempt yet: %s", error)
@@ -315,7 +320,9 @@ class Supervision:
             assignments(attempt.resume, attempt.facts, attempt.restore, self._group.master())
         )
         self.phase = Phase.TRAINING
-        started = notices.attempt_started(attempt.facts.attempt, self._world, attempt.restore)
+        started = notices.attempt_started(
+            attempt.facts.attempt, self._world, attempt.restore, backend_of(self._spec)
+        )
         self._journal.happened(started, now)
 
     def _watch(self, now: float) -> None:

@@ -18,6 +18,7 @@ from launch.worker_group import WorkerGroup
 from monitoring.records import StepRecord
 from monitoring.wandb_run import WandbRun
 from orchestrator.journal import RunLog
+from orchestrator.notices import backend_detail
 from orchestrator.outbox import ControllerUnreachableError
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
@@ -27,6 +28,7 @@ from orchestrator.protocol import (
     ResumeState,
     SupervisorBatch,
 )
+from orchestrator.spec_backend import backend_of
 from orchestrator.supervision import Phase, Supervision
 
 logger = logging.getLogger(__name__)
@@ -43,9 +45,9 @@ class RayController:
     def __init__(self) -> None:
         self._actor: Any = None
 
-    def next_attempt(self, job: str, reason: str) -> ResumeState:
+    def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
         """Raises ControllerUnreachableError, or what the controller raised."""
-        resume: ResumeState = self._call("next_attempt", job, reason)
+        resume: ResumeState = self._call("next_attempt", job, attempt, reason)
         return resume
 
     def history(self, job: str) -> JobHistory:
@@ -157,7 +159,7 @@ def history(controller: RayController, resume: ResumeState) -> JobHistory:
 def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
     """The job's W&B run; None when there can't be one, for training goes on without."""
     try:
-        spec = resume.spec.model_dump(mode="json")
+        spec = resume.spec.model_dump(mode="json") | backend_detail(backend_of(resume.spec))
         run = WandbRun(resume.spec.wandb, resume.job, Path(resume.job_dir), spec)
         run.start(
             steps=[StepRecord.from_json(row) for row in past.steps],

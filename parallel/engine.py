@@ -32,7 +32,7 @@ from parallel.gradients import ExchangeDtype
 from parallel.model_plan import ModelPlan, parameter_name
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
 from parallel.precision.backend import LayerScope, make_scope
-from parallel.precision.choice import BackendChoice, Workload
+from parallel.precision.choice import BackendChoice, workload_of
 from parallel.precision.detection import choose_together
 from parallel.rank_groups import RankGroups, build_groups
 from parallel.step_hooks import GradientGroup, StepHooks
@@ -267,7 +267,13 @@ def build_engine(
 
     device = torch.device(get_accelerator().current_device_name())
     ranks = build_groups(degrees)
-    workload = _workload(model, numbers, degrees)
+    workload = workload_of(
+        model,
+        ffn=ffn_size(model),
+        shards=degrees.tensor,
+        tokens=numbers.micro_batch_size * numbers.seq_len,
+        recompute=numbers.recompute == "full",
+    )
     backend = backend or choose_together(precision, fp8, device, workload)
     scope = make_scope(
         backend,
@@ -317,19 +323,6 @@ def build_engine(
         hooks=hooks,
         replicas=replicas,
         pipelined=pipelined,
-    )
-
-
-def _workload(model: ModelConfig, numbers: TrainingNumbers, degrees: ParallelismConfig) -> Workload:
-    """What a backend must be able to run, as one rank holds it."""
-    hidden, shards = model.hidden_size, degrees.tensor
-    kv_width = (model.num_kv_heads or model.num_heads) * (hidden // model.num_heads)
-    inner = ffn_size(model) // shards
-    return Workload(
-        widths=(hidden, (hidden + 2 * kv_width) // shards, hidden // shards, 2 * inner, inner),
-        tokens=numbers.micro_batch_size * numbers.seq_len,
-        smooth=model.smooth_swiglu,
-        recompute=numbers.recompute == "full",
     )
 
 

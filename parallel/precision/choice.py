@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parallel.config import FP8Config, Precision
+from parallel.config import FP8Config, ModelConfig, Precision
 from parallel.precision.recipes import multiple_of
 
 Backend = Literal["transformer_engine", "native", "bf16"]
@@ -168,17 +168,23 @@ def recipes_on(capability: tuple[int, int]) -> tuple[str, ...]:
     return ("delayed", "current", "block")
 
 
-def forecast(precision: Precision, config: FP8Config, *, on_gpu: bool) -> BackendChoice:
+def forecast(
+    precision: Precision, config: FP8Config, workload: Workload | None = None, *, on_gpu: bool
+) -> BackendChoice:
     """What can be said of the choice before any node is known, as ``submit --dry-run`` does.
 
     On CPU it is final. For a GPU job it depends on the nodes' device, and the reason says how;
-    ``backend`` is then what a device that runs the recipe would get.
+    ``backend`` is then what a device that runs the recipe would get. Raises BackendRefusedError.
     """
     if precision == "bf16" or config.backend == "native" or not on_gpu:
         decided = choose(precision, config, DeviceFacts("cpu"), TransformerEngineFacts())
         if isinstance(decided, BackendRefusal):
             raise BackendRefusedError(decided)
         return decided if not on_gpu else BackendChoice(decided.backend, decided.reason)
+    if wrong := misfit(config, workload or Workload()):
+        if config.backend == "transformer_engine":
+            raise BackendRefusedError(BackendRefusal(wrong, "change it, or use backend: auto"))
+        return BackendChoice("native", wrong)
     runs = [f"{major}.{minor}" for major, minor in _MILESTONES if _runs(config, (major, minor))]
     where = f"capability {', '.join(runs)}" if runs else "no capability"
     otherwise = "refused" if config.backend == "transformer_engine" else "native"
@@ -194,6 +200,23 @@ _MILESTONES = ((8, 9), (9, 0), (10, 0), (12, 0))
 
 def _runs(config: FP8Config, capability: tuple[int, int]) -> bool:
     return config.recipe in recipes_on(capability) and not _fp32_block(config, capability)
+
+
+def workload_of(
+    model: ModelConfig, *, ffn: int, shards: int, tokens: int | None, recompute: bool
+) -> Workload:
+    """What one rank holds of Octavo's own model, in ``shards`` tensor ranks; ``ffn`` is the
+    inner width of its MLP, ``tokens`` those of a micro-batch.
+    """
+    hidden = model.hidden_size
+    kv_width = (model.num_kv_heads or model.num_heads) * (hidden // model.num_heads)
+    inner = ffn // shards
+    return Workload(
+        widths=(hidden, (hidden + 2 * kv_width) // shards, hidden // shards, 2 * inner, inner),
+        tokens=tokens,
+        smooth=model.smooth_swiglu,
+        recompute=recompute,
+    )
 
 
 def misfit(config: FP8Config, workload: Workload, capability: tuple[int, int] | None = None) -> str:
