@@ -168,6 +168,7 @@ def make_scope(
     device: torch.device | str,
     tensor: TensorGroup | None = None,
     stage: dist.ProcessGroup | None = None,
+    built_in: bool = True,
     compiled: bool = True,
 ) -> LayerScope:
     """The scope of ``choice``.
@@ -175,18 +176,31 @@ def make_scope(
     ``num_layers`` is the whole model's; ``tensor`` the ranks that share its matrices;
     ``stage`` the tensor × data ranks of this pipeline stage (None for one rank alone), which
     Transformer Engine reduces amax over by itself; the native scope is handed its group in
-    ``reduce_amax``.
+    ``reduce_amax``. ``built_in``: the model is ``parallel.transformer``'s, so that a pattern of
+    ``high_precision_layers`` that matches none of its linears is an error.
     Raises ValueError as the scopes do, and where Transformer Engine turns out not to run.
     """
     if choice.backend == "transformer_engine":
         from parallel.precision.transformer_engine_scope import TransformerEngineScope
 
         return TransformerEngineScope(
-            precision, config, num_layers=num_layers, device=device, tensor=tensor, stage=stage
+            precision,
+            config,
+            num_layers=num_layers,
+            device=device,
+            tensor=tensor,
+            stage=stage,
+            built_in=built_in,
         )
     from parallel.precision.scope import PrecisionScope
 
     effective: Precision = "bf16" if choice.backend == "bf16" else precision
     return PrecisionScope(
-        effective, config, num_layers=num_layers, device=device, tensor=tensor, compiled=compiled
+        effective,
+        config,
+        num_layers=num_layers,
+        device=device,
+        tensor=tensor,
+        built_in=built_in,
+        compiled=compiled,
     )

@@ -106,9 +106,8 @@ def linear_names(num_layers: int) -> tuple[str, ...]:
     return tuple(f"layers.{i}.{linear}" for i in range(num_layers) for linear in LINEARS)
 
 
-def unmatched_patterns(config: HighPrecisionLayers, num_layers: int) -> list[str]:
-    """A sentence for each pattern of ``names`` that matches no linear, with the nearest name."""
-    names = linear_names(num_layers)
+def unmatched_patterns(config: HighPrecisionLayers, names: tuple[str, ...]) -> list[str]:
+    """A sentence for each pattern that matches none of the linears ``names``, with the nearest."""
     problems = []
     for pattern in config.names:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

@@ -47,10 +47,12 @@ class PrecisionScope:
         num_layers: int,
         device: torch.device | str = "cpu",
         tensor: TensorGroup | None = None,
+        built_in: bool = True,
         compiled: bool = True,
     ) -> None:
         """``num_layers`` is the whole model's, ``precision`` what the job asks for, ``tensor``
-        the ranks that share this rank's matrices.
+        the ranks that share this rank's matrices. Without ``built_in`` the model is a user's,
+        whose linears nobody knows yet.
 
         With ``compiled`` the casts on CPU are the C ones where a compiler is found; the
         numbers are the same. Raises ValueError for a ``high_precision_layers`` pattern that
@@ -68,8 +70,9 @@ class PrecisionScope:
         self._state: PackedState | None = None
         on_cpu = self.device.type == "cpu"
         self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
-        problems = recipes.unmatched_patterns(self._high_precision, num_layers)
-        if problems:
+        names = recipes.linear_names(num_layers)
+        problems = recipes.unmatched_patterns(self._high_precision, names)
+        if problems and built_in:
             raise ValueError("; ".join(problems))
 
     def linear(
@@ -294,10 +297,9 @@ class PrecisionScope:
             layer.forget_weight()
 
     def collect(self, every_counter: bool) -> None:
-        """Whether plain PyTorch casts count (saturated values and so on) in the next steps.
+        """Whether the next steps count saturated values and so on; amax is always kept.
 
-        That costs it passes over each tensor; the C casts count in passing, always. Amax is
-        always kept.
+        Counting costs plain PyTorch passes over each tensor, and the C casts next to nothing.
         """
         for quantizer in self._packed().quantizers if self._linears else ():
             quantizer.collect = every_counter

@@ -58,12 +58,14 @@ class TransformerEngineScope:
         device: torch.device | str = "cuda",
         tensor: TensorGroup | None = None,
         stage: dist.ProcessGroup | None = None,
+        built_in: bool = True,
     ) -> None:
         """As ``make_scope``. Raises ValueError where Transformer Engine can't be imported, and
         for a ``high_precision_layers`` pattern that matches no linear.
         """
-        problems = recipes.unmatched_patterns(config.high_precision_layers, num_layers)
-        if problems:
+        names = recipes.linear_names(num_layers)
+        problems = recipes.unmatched_patterns(config.high_precision_layers, names)
+        if problems and built_in:
             raise ValueError("; ".join(problems))
         self.device = torch.device(device)
         self._config = config
