@@ -129,12 +129,12 @@ class Controller:
 
     # -- what supervisors ask (ControllerPort)
 
-    def next_attempt(self, job: str, reason: str) -> ResumeState:
-        """Allocate the next attempt on the nodes as they are now."""
+    def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
+        """Allocate the attempt after ``attempt`` on the nodes as they are now."""
         row = self.store.job(job)
         if not self._repair(row):
             raise NoNodesError(f"{job} needs {need_of(row.spec)} again, and they aren't free")
-        resume = self.store.begin_attempt(job, reason, self._clock())
+        resume = self.store.begin_attempt(job, reason, self._clock(), after=attempt)
         self._notify()
         return resume
 

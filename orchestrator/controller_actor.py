@@ -83,9 +83,9 @@ class ControllerActor:
         """Process id of this controller."""
         return os.getpid()
 
-    def next_attempt(self, job: str, reason: str) -> ResumeState:
+    def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
         """``ControllerPort.next_attempt``."""
-        return self._controller.next_attempt(job, reason)
+        return self._controller.next_attempt(job, attempt, reason)
 
     def history(self, job: str) -> JobHistory:
         """``ControllerPort.history``."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.protocol import ControllerPort, EventDraft, SupervisorBatch
+from orchestrator.protocol import ControllerPort, EventDraft, FencedError, SupervisorBatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,6 @@ MOST_ITEMS = 256
 
 class ControllerUnreachableError(ConnectionError):
     """The controller did not answer: it is restarting, or its node is cut off."""
-
-
-class FencedError(RuntimeError):
-    """The controller refused a batch: another attempt is the job's now."""
 
 
 @dataclass(frozen=True, slots=True)

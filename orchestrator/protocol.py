@@ -118,11 +118,19 @@ class JobHistory:
     """Fields of ``EventDraft``."""
 
 
+class FencedError(RuntimeError):
+    """The controller refused a supervisor: another attempt is the job's now."""
+
+
 class ControllerPort(Protocol):
     """The controller as a supervisor sees it (over Ray calls)."""
 
-    def next_attempt(self, job: str, reason: str) -> ResumeState:
-        """Allocate the next attempt, durably, and say what it starts from."""
+    def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
+        """Allocate the attempt after ``attempt``, durably, and say what it starts from.
+
+        Asked again because the answer was lost, it gives the same one. Raises FencedError
+        when ``attempt`` is not the job's current one: another supervisor has the job.
+        """
 
     def history(self, job: str) -> JobHistory:
         """All that is stored of a job's past."""

@@ -41,8 +41,8 @@ from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.lost_ranks import died, first_causes
-from orchestrator.outbox import ControllerUnreachableError, FencedError, Outbox
-from orchestrator.protocol import ControllerPort, JobHistory, ResumeState
+from orchestrator.outbox import ControllerUnreachableError, Outbox
+from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery import decide, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
 from orchestrator.spec import JobSpec

@@ -112,7 +112,7 @@ def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_next_goes_on(
             assert time.monotonic() < end, "the ranks outlive their supervisor"
             time.sleep(0.1)
         told = job.told()
-        job.supervise(ray.get(job.controller.next_attempt.remote("scripted-000001", "lost")))
+        job.supervise(ray.get(job.controller.next_attempt.remote("scripted-000001", 1, "lost")))
         told = job.wait()
         assert told["states"][-1] == ("succeeded", "STEPS_DONE"), told["events"]
         started = [e.detail for e in told["events"] if e.kind == "attempt_started"]

@@ -32,7 +32,13 @@ from launch.snapshots import SnapshotKey
 from monitoring.amax import encode
 from orchestrator.actions import Action
 from orchestrator.outbox import ControllerUnreachableError
-from orchestrator.protocol import Acknowledgement, NodeSlot, ResumeState, SupervisorBatch
+from orchestrator.protocol import (
+    Acknowledgement,
+    FencedError,
+    NodeSlot,
+    ResumeState,
+    SupervisorBatch,
+)
 from orchestrator.resume import standing
 from orchestrator.spec import JobSpec
 from orchestrator.supervision import Phase, Supervision
@@ -96,7 +102,9 @@ class ScriptedController:
         self.detector_state = batch.detector_state or self.detector_state
         return Acknowledgement(True)
 
-    def next_attempt(self, job: str, reason: str) -> ResumeState:
+    def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
+        if attempt != self.attempt:
+            raise FencedError(f"attempt {attempt} is over")
         self.attempt += 1
         return self.resume()
 

@@ -246,7 +246,7 @@ def test_no_attempt_is_given_to_a_supervisor_whose_nodes_are_gone(plane: Control
     plane.groups.held.clear()
     plane.groups.total = {"node0": 2}
     with pytest.raises(NoNodesError, match="needs 1 node with 4 CPU slots again"):
-        plane.controller.next_attempt(job, "rank lost")
+        plane.controller.next_attempt(job, 1, "rank lost")
     assert plane.store.job(job).attempt == 1
 
 

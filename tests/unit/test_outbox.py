@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.outbox import ControllerUnreachableError, FencedError, Outbox, Told
-from orchestrator.protocol import Acknowledgement, EventDraft, SupervisorBatch
+from orchestrator.outbox import ControllerUnreachableError, Outbox, Told
+from orchestrator.protocol import Acknowledgement, EventDraft, FencedError, SupervisorBatch
 
 RUNNING = (JobState.RUNNING, Cause.FIRST_STEP)
 DONE = (JobState.SUCCEEDED, Cause.STEPS_DONE)
@@ -37,7 +37,7 @@ class Controller:
             self.batches.append((attempt, batch))
         return answer
 
-    def next_attempt(self, job: str, reason: str) -> Any:
+    def next_attempt(self, job: str, attempt: int, reason: str) -> Any:
         raise NotImplementedError
 
 

@@ -15,7 +15,13 @@ from orchestrator.actions import Action, PassedOver
 from orchestrator.journal import Journal
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.outbox import ControllerUnreachableError, Outbox
-from orchestrator.protocol import Acknowledgement, EventDraft, NodeSlot, SupervisorBatch
+from orchestrator.protocol import (
+    Acknowledgement,
+    EventDraft,
+    FencedError,
+    NodeSlot,
+    SupervisorBatch,
+)
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
 from orchestrator.store import Store, UnknownJobError
@@ -167,6 +173,19 @@ def test_nothing_is_recorded_after_a_job_ended(store: Store) -> None:
         store.change(job, Cause.CANCEL_ASKED, "too late", 9.0)
     with pytest.raises(TransitionRefused):
         store.begin_attempt(job, "again", 9.0)
+
+
+def test_a_supervisor_begins_an_attempt_only_after_its_own(store: Store) -> None:
+    job = started(store)
+    second = store.begin_attempt(job, "rank lost", 4.0, after=1)
+    assert second.attempt == 2
+    assert store.begin_attempt(job, "rank lost", 4.5, after=1).attempt == 2, "its answer was lost"
+    with pytest.raises(FencedError, match="attempt 1 is over, 2 is current"):
+        store.begin_attempt(job, "rank died", 5.0, after=1)
+    assert store.record(job, 2, SupervisorBatch(1, steps=(step(0),)), 6.0).accepted
+    with pytest.raises(FencedError):
+        store.begin_attempt(job, "rank lost", 7.0, after=1)
+    assert [row["attempt"] for row in store.attempts(job)] == [1, 2]
 
 
 def test_no_attempt_begins_without_nodes_or_while_cancelling(store: Store) -> None:

@@ -394,7 +394,7 @@ class TestLostRanks:
         job.train(30)
         job.settled()
         job.supervision.close()
-        job.take_over(job.controller.next_attempt("scripted-000001", "supervisor lost"))
+        job.take_over(job.controller.next_attempt("scripted-000001", 1, "supervisor lost"))
         job.step()
         first = job.ranks.attempts[-1][0]
         assert first.restore == RestorePoint(20, "memory", 1, 1)
@@ -411,7 +411,7 @@ class TestLostRanks:
         lost = supervisor_lost(row, [], job.now, LastWords())  # type: ignore[arg-type]
         assert lost is not None
         job.controller.actions.append(lost)
-        job.take_over(job.controller.next_attempt("scripted-000001", lost.reason))
+        job.take_over(job.controller.next_attempt("scripted-000001", 1, lost.reason))
         job.train(1)
         detail = job.settled().event("recovered").detail
         assert (detail["action"], detail["steps_lost"]) == ("restart", 23 - 20)
@@ -424,7 +424,7 @@ class TestLostRanks:
         job.supervision.close()
         outlive(job, 15)
         assert max(key.step for key in job.ranks.held) == 25
-        job.take_over(job.controller.next_attempt("scripted-000001", "supervisor lost"))
+        job.take_over(job.controller.next_attempt("scripted-000001", 1, "supervisor lost"))
         job.step()
         assert job.ranks.attempts[-1][0].restore == RestorePoint(10, "memory", 1, 0)
 
@@ -440,7 +440,7 @@ class TestLostRanks:
         job.supervision.close()
         outlive(job, 38)
         job.ranks.held = [key for key in job.ranks.held if key.step > 45]
-        job.take_over(job.controller.next_attempt("scripted-000001", "supervisor lost"))
+        job.take_over(job.controller.next_attempt("scripted-000001", 1, "supervisor lost"))
         job.step()
         assert job.ranks.attempts[-1][0].restore == RestorePoint(60, "memory", 1, 0)
         job.train(60)
