@@ -111,6 +111,7 @@ typedef struct {
     int64_t *counters; /* saturated, underflowed, nonfinite, count */
     double *energies;  /* of the values, and of what rounding took away; NULL: not asked for */
     int32_t e5m2, current, power_of_two;
+    int32_t counting; /* counters and energies are kept; amax always is */
     float epsilon;
 } slot;
 
@@ -151,13 +152,14 @@ void octavo_quantize(const slot *to, const uint16_t *x, int64_t n, uint8_t *payl
         (e5m2 ? quantize_e5m2 : quantize_e4m3)(x + at, m, s, code, values + at);
         const uint32_t seen = largest(x + at, m);
         *to->amax = seen > *to->amax ? seen : *to->amax;
+        if (!to->counting) continue;
         /* The rare ones are counted only where the largest says that there are some. */
         if (seen >= 0x7f800000u) counters[2] += nonfinite(x + at, m);
         if (!(float_of(seen) * s <= overflow)) counters[0] += saturated(x + at, m, s, overflow);
         counters[1] += zeros(values + at, m) - zeros(x + at, m);
         if (to->energies) measure_error(to, x + at, values + at, m, *scale_inv);
     }
-    counters[3] += n;
+    if (to->counting) counters[3] += n;
 }
 
 /* Amax and non-finite values of a tensor that isn't quantized. */
@@ -165,6 +167,7 @@ void octavo_observe(const slot *to, const uint16_t *x, int64_t n)
 {
     const uint32_t seen = largest(x, n);
     *to->amax = seen > *to->amax ? seen : *to->amax;
+    if (!to->counting) return;
     if (seen >= 0x7f800000u) to->counters[2] += nonfinite(x, n);
     to->counters[3] += n;
 }
@@ -300,6 +303,7 @@ static inline __attribute__((always_inline)) uint16_t largest_of_run(const uint1
 static inline void count_run(const slot *to, const uint16_t *x, const uint16_t *value, int n,
                              int has_nonfinite, float scale, float overflow)
 {
+    if (!to->counting) return;
     if (has_nonfinite) {
         to->counters[2] += nonfinite(x, n);
         to->counters[0] += saturated(x, n, scale, overflow);
@@ -328,6 +332,7 @@ static inline __attribute__((always_inline)) void quantize_rows(
         }
         const uint32_t seen = (uint32_t)largest_of_run(in, n) << 16;
         *to->amax = seen > *to->amax ? seen : *to->amax;
+        if (!to->counting) continue;
         if (odd && rule == BLOCK) {
             /* Only a block with a value that isn't finite can saturate: its scale is 1. */
             for (at = 0; at < n; at += block) {
@@ -408,7 +413,7 @@ void octavo_quantize_blocks(const slot *to, const uint16_t *x, int64_t rows, int
     else
         quantize_strips(to, x, rows, columns, 128, BLOCK, E4M3, along_rows, along_columns, codes,
                         exponents);
-    if (along_rows) to->counters[3] += rows * columns;
+    if (along_rows && to->counting) to->counters[3] += rows * columns;
 }
 
 /* Squares of 128 x 128: the same values serve both products. Weights, so E4M3. */
@@ -435,7 +440,7 @@ void octavo_quantize_squares(const slot *to, const uint16_t *x, int64_t rows, in
                           E4M3.overflow);
             }
         }
-    to->counters[3] += rows * columns;
+    if (to->counting) to->counters[3] += rows * columns;
 }
 
 /* BF16 values of codes with a scale each `block` rows of a column. */

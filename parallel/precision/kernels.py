@@ -56,6 +56,7 @@ class Slot(ctypes.Structure):
         ("e5m2", ctypes.c_int32),
         ("current", ctypes.c_int32),
         ("power_of_two", ctypes.c_int32),
+        ("counting", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
     )
 

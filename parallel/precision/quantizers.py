@@ -109,8 +109,6 @@ class Quantizer(ABC):
         self.recipe = recipe
         self.row = row
         self.library = library
-        self.collect = True
-        """Whether plain PyTorch counts at all; it pays for that with passes over the tensor."""
         self._quiet: Quantizer | None = None
         # Addresses stay good for the quantizer's life: packed tensors change in place only.
         self._native = kernels.Slot(
@@ -121,9 +119,19 @@ class Quantizer(ABC):
             e5m2=format.code,
             current=recipe.scaling == "current",
             power_of_two=recipe.power_of_two,
+            counting=True,
             epsilon=recipe.epsilon,
         )
         self._address = ctypes.addressof(self._native)
+
+    @property
+    def collect(self) -> bool:
+        """Whether counters and energies are kept; amax always is."""
+        return bool(self._native.counting)
+
+    @collect.setter
+    def collect(self, wanted: bool) -> None:
+        self._native.counting = wanted
 
     @abstractmethod
     def quantize(self, x: Tensor, columns: Columns) -> Quantized:

@@ -12,7 +12,7 @@ from parallel.config import FP8Config, HighPrecisionLayers
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.recipes import linear_names
 from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
-from tests.unit.precision_recipes import every_recipe, every_variant, fp8_config
+from tests.unit.precision_recipes import both_ways, every_recipe, every_variant, fp8_config
 
 NAMES = ("layers.0.attn.qkv", "layers.0.mlp.down")
 WIDTH = 32
@@ -334,8 +334,10 @@ class TestStatistics:
         _, statistics = stage.scope.statistics()
         assert (statistics[:, 0] > 0).all()
 
-    def test_plain_casts_can_leave_out_the_costly_counters_but_never_amax(self):
-        scope = PrecisionScope("fp8", FP8Config(), num_layers=1, compiled=False)
+    @both_ways
+    @every_recipe
+    def test_counters_can_be_left_out_but_never_amax(self, compiled, recipe):
+        scope = PrecisionScope("fp8", fp8_config(recipe), num_layers=1, compiled=compiled)
         layer = scope.linear(NAMES[0], WIDTH, WIDTH)
         scope.collect(every_counter=False)
         layer(torch.full((4, WIDTH), 1e30).bfloat16())
