@@ -40,7 +40,8 @@ from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of
 from orchestrator.spec_errors import SpecError
-from orchestrator.store import JobRow, Store, UnknownJobError
+from orchestrator.store import Store
+from orchestrator.store_rows import JobRow, UnknownJobError
 
 logger = logging.getLogger(__name__)
 

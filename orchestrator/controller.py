@@ -30,7 +30,8 @@ from orchestrator.protocol import (
 )
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Problem, Source, SpecError
-from orchestrator.store import JobRow, Store
+from orchestrator.store import Store
+from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords, Presence, Supervisors
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from monitoring.records import Incident
 from orchestrator.actions import Action, History
 from orchestrator.evidence import is_restart
 from orchestrator.recovery import decide
-from orchestrator.store import JobRow
+from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords
 
 

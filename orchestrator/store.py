@@ -8,16 +8,15 @@ grow. SQLite (WAL) by default, any SQLAlchemy URL otherwise.
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection, Engine, RowMapping
+from sqlalchemy.engine import Connection, Engine
 
 from monitoring.records import Incident
 from orchestrator.actions import Action
@@ -33,41 +32,20 @@ from orchestrator.protocol import (
 )
 from orchestrator.resume import fired_drills, standing
 from orchestrator.spec import JobSpec, spec_data
+from orchestrator.store_rows import (
+    JobRow,
+    UnknownJobError,
+    add_event,
+    begun_after,
+    dump,
+    job_row,
+    page_of,
+    set_state,
+    store_batch,
+    stored_job,
+    transition_refusal,
+)
 from orchestrator.store_tables import actions, attempts, events, incidents, jobs, metadata, steps
-
-
-class UnknownJobError(KeyError):
-    """No job has this id."""
-
-    def __str__(self) -> str:
-        return f"there is no job {self.args[0]!r}"
-
-
-@dataclass(frozen=True, slots=True)
-class JobRow:
-    """A job as stored. Times are seconds since the epoch, None where it hasn't come so far."""
-
-    id: str
-    name: str
-    state: JobState
-    reason: str
-    """Why it is in this state, or what a queued job waits for; one sentence or empty."""
-    priority: int
-    file: str
-    """The job file as the user named it."""
-    spec: JobSpec
-    job_dir: str
-    submitted_at: float
-    started_at: float | None
-    ended_at: float | None
-    attempt: int
-    """The current attempt, 0 before the first."""
-    placement_group: str
-    nodes: tuple[NodeSlot, ...]
-    step: int
-    """Newest step recorded, -1 for none."""
-    timeline: int
-    loss: float | None
 
 
 class Store:
@@ -94,17 +72,17 @@ class Store:
                 "reason": "",
                 "priority": spec.resources.priority,
                 "file": file,
-                "spec": _dump(spec_data(spec)),
+                "spec": dump(spec_data(spec)),
                 "job_dir": job_dir,
                 "submitted_at": time,
             }
             db.execute(sa.insert(jobs).values(row))
-            _add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
+            add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
 
     def job(self, job: str) -> JobRow:
         """The job with exactly this id; raises ``UnknownJobError``."""
         with self._read() as db:
-            return _job_row(_stored_job(db, job))
+            return job_row(stored_job(db, job))
 
     def jobs(self, *states: JobState) -> list[JobRow]:
         """Jobs in one of ``states`` (all without), oldest first."""
@@ -112,7 +90,7 @@ class Store:
         if states:
             query = query.where(jobs.c.state.in_([s.word for s in states]))
         with self._read() as db:
-            return [_job_row(row) for row in db.execute(query).mappings()]
+            return [job_row(row) for row in db.execute(query).mappings()]
 
     def jobs_to_tend(self) -> list[JobRow]:
         """Jobs that aren't at rest: on their way, or holding nodes after their end."""
@@ -120,32 +98,32 @@ class Store:
         query = sa.select(jobs).order_by(jobs.c.submitted_at, jobs.c.id)
         query = query.where(sa.or_(jobs.c.state.in_(moving), jobs.c.placement_group != ""))
         with self._read() as db:
-            return [_job_row(row) for row in db.execute(query).mappings()]
+            return [job_row(row) for row in db.execute(query).mappings()]
 
     def change(self, job: str, cause: Cause, reason: str, time: float, **detail: Any) -> JobState:
         """Move a job along the lifecycle table; raises ``TransitionRefused``, changing nothing."""
         with self._write() as db:
-            row = _stored_job(db, job)
+            row = stored_job(db, job)
             after = next_state(state_named(row["state"]), cause)
-            _set_state(db, row, cause, after, reason, time, detail)
+            set_state(db, row, cause, after, reason, time, detail)
             return after
 
     def grant(self, job: str, placement_group: str, nodes: Sequence[NodeSlot], time: float) -> None:
         """Give a queued job its nodes."""
         with self._write() as db:
-            row = _stored_job(db, job)
+            row = stored_job(db, job)
             after = next_state(state_named(row["state"]), Cause.NODES_GRANTED)
             where = ", ".join(f"{n.slots} on {n.node_ip}" for n in nodes)
             reason = f"slots granted: {where}"
             detail = {"nodes": [asdict(n) for n in nodes]}
-            _set_state(db, row, Cause.NODES_GRANTED, after, reason, time, detail)
-            given = {"placement_group": placement_group, "nodes": _dump(detail["nodes"])}
+            set_state(db, row, Cause.NODES_GRANTED, after, reason, time, detail)
+            given = {"placement_group": placement_group, "nodes": dump(detail["nodes"])}
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
 
     def replace_nodes(self, job: str, placement_group: str, nodes: Sequence[NodeSlot]) -> None:
         """The job stands elsewhere now."""
         with self._write() as db:
-            given = {"placement_group": placement_group, "nodes": _dump([asdict(n) for n in nodes])}
+            given = {"placement_group": placement_group, "nodes": dump([asdict(n) for n in nodes])}
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
 
     def release(self, job: str) -> None:
@@ -157,16 +135,16 @@ class Store:
     def wait(self, job: str, reason: str, time: float) -> None:
         """Say what a queued job waits for; an event is added only when that changes."""
         with self._write() as db:
-            row = _stored_job(db, job)
+            row = stored_job(db, job)
             if row["reason"] == reason:
                 return
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(reason=reason))
-            _add_event(db, job, row["attempt"], EventDraft("waiting", time, reason, {}))
+            add_event(db, job, row["attempt"], EventDraft("waiting", time, reason, {}))
 
     def note(self, job: str, event: EventDraft) -> None:
         """Add an event of the controller's own."""
         with self._write() as db:
-            _add_event(db, job, _stored_job(db, job)["attempt"], event)
+            add_event(db, job, stored_job(db, job)["attempt"], event)
 
     # -- attempts
 
@@ -180,12 +158,12 @@ class Store:
         that is not the current attempt, ``TransitionRefused`` for a job that doesn't hold nodes.
         """
         with self._write() as db:
-            row = _stored_job(db, job)
+            row = stored_job(db, job)
             state = state_named(row["state"])
             if not state.holds_nodes or state is JobState.CANCELLING:
                 raise TransitionRefused(state, Cause.RANK_LOST)
             if after is not None and after != row["attempt"]:
-                if not _begun_after(db, row, after, reason):
+                if not begun_after(db, row, after, reason):
                     raise FencedError(f"attempt {after} is over, {row['attempt']} is current")
                 return self.resume_state(job)
             number = row["attempt"] + 1
@@ -195,7 +173,7 @@ class Store:
             # Why in full is in the action's event, where a restart has one.
             told = f"attempt {number}: {reason.partition(': ')[0].rstrip('.')}"
             draft = EventDraft("attempt", time, told, {"attempt": number})
-            _add_event(db, job, number, draft)
+            add_event(db, job, number, draft)
         return self.resume_state(job)
 
     def attempts(self, job: str) -> list[dict[str, Any]]:
@@ -208,8 +186,8 @@ class Store:
     def resume_state(self, job: str) -> ResumeState:
         """What the current attempt starts from."""
         with self._read() as db:
-            stored = _stored_job(db, job)
-            row = _job_row(stored)
+            stored = stored_job(db, job)
+            row = job_row(stored)
             drills = sa.select(steps.c.drills).where(steps.c.job == job, steps.c.drills != "")
             recorded = [int(n) for (text,) in db.execute(drills) for n in text.split(",")]
             detectors = stored["detector_state"]
@@ -238,7 +216,7 @@ class Store:
         """Store all of ``batch``, or nothing and say why."""
         with self._write() as db:
             try:
-                row = _stored_job(db, job)
+                row = stored_job(db, job)
             except UnknownJobError as unknown:
                 return Acknowledgement(False, str(unknown))
             current, state = row["attempt"], state_named(row["state"])
@@ -254,10 +232,10 @@ class Store:
                 return Acknowledgement(False, f"batch {last + 1} comes before {batch.sequence}")
             if not state.holds_nodes:
                 return Acknowledgement(False, f"the job is {state.word}")
-            refused = _transition_refusal(state, batch.transition)
+            refused = transition_refusal(state, batch.transition)
             if refused:
                 return Acknowledgement(False, refused)
-            _store_batch(db, row, attempt, batch, time)
+            store_batch(db, row, attempt, batch, time)
             db.execute(sa.update(attempts).where(mine).values(sequence=batch.sequence))
         return Acknowledgement(True)
 
@@ -267,15 +245,15 @@ class Store:
         Raises ``TransitionRefused``, changing nothing.
         """
         with self._write() as db:
-            row = _stored_job(db, job)
-            _store_batch(db, row, row["attempt"], batch, time)
+            row = stored_job(db, job)
+            store_batch(db, row, row["attempt"], batch, time)
 
     # -- what is read back
 
     def events(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
         """Events with an id above ``after``, oldest first."""
         with self._read() as db:
-            rows = db.execute(_page(events, job, after, limit)).mappings()
+            rows = db.execute(page_of(events, job, after, limit)).mappings()
             return [{**row, "detail": json.loads(row["detail"])} for row in rows]
 
     def newest_event(self, job: str, kinds: Sequence[str]) -> dict[str, Any] | None:
@@ -293,27 +271,27 @@ class Store:
     def steps(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
         """``StepRecord.to_json()`` with an ``id``, in the order they were stored."""
         with self._read() as db:
-            rows = db.execute(_page(steps, job, after, limit)).mappings()
+            rows = db.execute(page_of(steps, job, after, limit)).mappings()
             return [{"id": row["id"], **json.loads(row["body"])} for row in rows]
 
     def incidents(self, job: str) -> list[Incident]:
         """All incidents of a job, oldest first."""
         with self._read() as db:
-            rows = db.execute(_page(incidents, job, 0, None)).mappings()
+            rows = db.execute(page_of(incidents, job, 0, None)).mappings()
             return [Incident.from_json(json.loads(row["body"])) for row in rows]
 
     def actions(self, job: str) -> list[Action]:
         """All actions of a job, oldest first."""
         with self._read() as db:
-            rows = db.execute(_page(actions, job, 0, None)).mappings()
+            rows = db.execute(page_of(actions, job, 0, None)).mappings()
             return [Action.from_json(json.loads(row["body"])) for row in rows]
 
     def history(self, job: str) -> JobHistory:
         """All of a job's past but its per-tensor statistics."""
         with self._read() as db:
-            bodies = db.execute(_page(steps, job, 0, None)).mappings()
+            bodies = db.execute(page_of(steps, job, 0, None)).mappings()
             past = tuple({**json.loads(row["body"]), "tensors": {}} for row in bodies)
-            rows = db.execute(_page(events, job, 0, None)).mappings()
+            rows = db.execute(page_of(events, job, 0, None)).mappings()
             told = tuple(
                 {
                     "kind": row["kind"],
@@ -354,141 +332,3 @@ def _engine(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def _page(table: sa.Table, job: str, after: int, limit: int | None) -> sa.Select[Any]:
-    query = sa.select(table).where(table.c.job == job, table.c.id > after).order_by(table.c.id)
-    return query if limit is None else query.limit(limit)
-
-
-def _stored_job(db: Connection, job: str) -> RowMapping:
-    row = db.execute(sa.select(jobs).where(jobs.c.id == job)).mappings().one_or_none()
-    if row is None:
-        raise UnknownJobError(job)
-    return row
-
-
-def _job_row(row: RowMapping) -> JobRow:
-    values = {k: row[k] for k in JobRow.__dataclass_fields__}
-    values["state"] = state_named(row["state"])
-    values["spec"] = _spec(row["spec"])
-    values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
-    return JobRow(**values)
-
-
-def _begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> bool:
-    """Whether the current attempt is the answer to the same question, asked before."""
-    asked = sa.and_(attempts.c.job == row["id"], attempts.c.attempt == row["attempt"])
-    begun = db.execute(sa.select(attempts).where(asked)).mappings().one()
-    same = begun["reason"] == reason and begun["sequence"] == 0
-    return same and row["attempt"] == after + 1
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(text: str) -> JobSpec:
-    """A stored spec. A pass of the controller reads every job's, and they never change."""
-    return JobSpec.model_validate_json(text)
-
-
-def _add_event(db: Connection, job: str, attempt: int, event: EventDraft) -> None:
-    row = {
-        "job": job,
-        "attempt": attempt,
-        "time": event.time,
-        "kind": event.kind,
-        "message": event.message,
-        "detail": _dump(dict(event.detail)),
-    }
-    db.execute(sa.insert(events).values(row))
-
-
-def _set_state(
-    db: Connection,
-    row: RowMapping,
-    cause: Cause,
-    after: JobState,
-    reason: str,
-    time: float,
-    detail: Mapping[str, Any],
-    *,
-    brief: bool = False,
-) -> None:
-    """Write a transition that the table allows, with its event; none if nothing changes.
-
-    ``brief``: another event has told the reason; this one says the cause only.
-    """
-    if row["state"] == after.word:
-        return
-    values: dict[str, Any] = {"state": after.word, "reason": reason}
-    if after is JobState.STARTING and row["started_at"] is None:
-        values["started_at"] = time
-    if after.terminal:
-        values["ended_at"] = time
-    db.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(values))
-    told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
-    message = f"{after.word}: {cause.value if brief or not reason else reason}"
-    _add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
-
-
-def _transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:
-    """Why the supervisor's transition can't be, or an empty string."""
-    if transition is None:
-        return ""
-    wanted, cause = transition
-    try:
-        after = next_state(state, cause)
-    except TransitionRefused as refused:
-        return str(refused)
-    # A supervisor that hasn't heard of the cancellation means well: the table decides.
-    if after is not wanted and state is not JobState.CANCELLING:
-        return str(TransitionRefused(state, cause, wanted))
-    return ""
-
-
-def _store_batch(
-    db: Connection, row: RowMapping, attempt: int, batch: SupervisorBatch, time: float
-) -> None:
-    job = row["id"]
-    place = {"job": job, "attempt": attempt}
-    for event in batch.events:
-        _add_event(db, job, attempt, event)
-    if batch.steps:
-        rows = [
-            {
-                **place,
-                "timeline": s["timeline"],
-                "step": s["step"],
-                "drills": ",".join(map(str, s.get("drills", ()))),
-                "body": _dump(dict(s)),
-            }
-            for s in batch.steps
-        ]
-        db.execute(sa.insert(steps), rows)
-    for table, records in (
-        (incidents, [dict(i) for i in batch.incidents]),
-        (actions, [a.to_json() for a in batch.actions]),
-    ):
-        for record in records:
-            found = {k: record[k] for k in ("timeline", "step", "kind")}
-            db.execute(sa.insert(table).values({**place, **found, "body": _dump(record)}))
-    changed: dict[str, Any] = {}
-    if batch.steps:
-        newest = batch.steps[-1]
-        loss = float(newest["loss"])
-        changed = {"step": newest["step"], "timeline": newest["timeline"]}
-        # Databases differ in what they do with NaN; the step's own body keeps it.
-        changed["loss"] = loss if loss - loss == 0 else None
-    if batch.detector_state is not None:
-        changed["detector_state"] = _dump(dict(batch.detector_state))
-    if changed:
-        db.execute(sa.update(jobs).where(jobs.c.id == job).values(changed))
-    if batch.transition:
-        cause = batch.transition[1]
-        after = next_state(state_named(row["state"]), cause)
-        told = [e.message for e in batch.events] or [a.reason for a in batch.actions]
-        reason = told[-1] if told else cause.value
-        _set_state(db, row, cause, after, reason, time, {}, brief=bool(batch.events))

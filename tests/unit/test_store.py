@@ -24,7 +24,8 @@ from orchestrator.protocol import (
 )
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
-from orchestrator.store import Store, UnknownJobError
+from orchestrator.store import Store
+from orchestrator.store_rows import UnknownJobError
 
 JOB = "toy-00000a"
 NODE = NodeSlot("ab" * 28, "127.0.0.1", 0, 4)
