@@ -29,6 +29,7 @@ from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.packed_state import STATISTICS_COLUMNS, PackedState
 from parallel.precision.recipes import ROLES
 from parallel.precision.scaling import tensor_to_amax
+from parallel.precision.switching import precision_of_state, refuse_unknown
 from parallel.tensor import ShardKind, TensorGroup, shard_of
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class PrecisionScope:
         Raises ValueError for unknown names, with the nearest one, and for names whose
         precision is fixed.
         """
-        self._refuse(precision)
+        refuse_unknown(precision, self.layers, self._fixed)
         changed = [name for name in precision if precision[name] != self._linears[name].current]
         self._assign(precision)
         if not self.recipe.has_state:
@@ -238,16 +239,6 @@ class PrecisionScope:
             self._packed().forget_history(self._rows(leaving))
         if returning:
             self._calibrate_weights(returning)
-
-    def _refuse(self, precision: Mapping[str, Precision]) -> None:
-        for name, wanted in precision.items():
-            if wanted not in ("fp8", "bf16"):
-                raise ValueError(f"precision {wanted!r} of {name!r}: expected 'fp8' or 'bf16'")
-            if name in self._fixed:
-                raise ValueError(f"linear {name!r} stays in BF16: its precision is fixed")
-            if name not in self._linears:
-                near = recipes.nearest(name, self.layers)
-                raise ValueError(f"no linear {name!r} on this rank{near}")
 
     def _assign(self, precision: Mapping[str, Precision]) -> None:
         for name, wanted in precision.items():
@@ -337,13 +328,8 @@ class PrecisionScope:
 
         Raises ValueError when it is of other linears than this rank's.
         """
-        precision = meta["precision"]
-        if not isinstance(precision, Mapping) or set(precision) != set(self._linears):
-            raise ValueError(
-                f"precision state is of other linears than this rank's: {precision!r}, "
-                f"here {list(self._linears)}"
-            )
-        self._refuse(precision)
+        precision = precision_of_state(meta, self.layers)
+        refuse_unknown(precision, self.layers, self._fixed)
         self._assign(precision)
 
     def _packed(self) -> PackedState:
