@@ -7,7 +7,7 @@ what it would say is about a default that the user never chose.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -21,6 +21,7 @@ from orchestrator.spec_completion import (
 )
 from orchestrator.spec_deepspeed import check_deepspeed
 from orchestrator.spec_errors import Finding, KeyPath, nearest
+from orchestrator.spec_factory import built_in, check_factory, check_model_keys
 from orchestrator.spec_shapes import (
     TENSOR,
     check_fp8_sizes,
@@ -49,13 +50,13 @@ _OWN_ENVS = frozenset(
     ]
 )
 
-Check = Callable[[JobSpec], Iterator[Finding]]
+Check = Callable[[JobSpec], Iterable[Finding]]
 
 
 def check_spec(spec: JobSpec, broken: set[KeyPath], *, check_data: bool) -> list[Finding]:
     """Findings of all checks whose keys are not among the ``broken`` ones.
 
-    ``check_data``: also look at the data source, on this machine.
+    ``check_data``: also look at the data source and the model's factory, on this machine.
     """
     found: list[Finding] = []
     for reads, check in CHECKS:
@@ -71,6 +72,8 @@ def check_spec(spec: JobSpec, broken: set[KeyPath], *, check_data: bool) -> list
     keys: tuple[KeyPath, ...] = (("data",), ("training", "seq_len"))
     if check_data and not any(_overlap(key, path) for key in keys for path in broken):
         found += _data(spec)
+    if check_data and ("model", "factory") not in broken:
+        found += check_factory(spec)
     return found
 
 
@@ -229,6 +232,8 @@ def _high_precision(spec: JobSpec) -> Iterator[Finding]:
         key = (*section, "first" if kept.first > layers or not kept.last else "last")
         message = f"first {kept.first} and last {kept.last} are more than {layers} layers"
         yield Finding(key, message, "lower it, or set precision: bf16")
+    if spec.model.factory is not None:
+        return  # a user's linears are known once they are built
     names = linear_names(layers)
     for i, pattern in enumerate(kept.names):
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -302,12 +307,13 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("slots_per_node",), ("gpus_per_node",)), _slots),
     ((*_SLOT_KEYS, *_DEGREES), _degrees),
     ((*_SLOT_KEYS, TENSOR), check_tensor_slots),
-    ((*_SHAPES, TENSOR), check_tensor_shards),
+    ((*_SHAPES, TENSOR), built_in(check_tensor_shards)),
     ((ZERO_STAGE,), _zero_stage),
     ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
-    (_WIDTHS, _heads),
-    ((("model", "num_heads"), ("model", "num_kv_heads")), _kv_heads),
-    ((*_SHAPES, TENSOR, ("precision",), ("fp8", "recipe")), check_fp8_sizes),
+    ((("model",),), check_model_keys),
+    (_WIDTHS, built_in(_heads)),
+    ((("model", "num_heads"), ("model", "num_kv_heads")), built_in(_kv_heads)),
+    ((*_SHAPES, TENSOR, ("precision",), ("fp8", "recipe")), built_in(check_fp8_sizes)),
     ((*_SLOT_KEYS, *_DEGREES, *_BATCH), _batch),
     ((("training", "steps"), ("training", "warmup_steps")), _schedule),
     ((("training", "betas"),), _betas),

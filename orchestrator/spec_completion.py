@@ -106,6 +106,8 @@ def complete(spec: JobSpec) -> JobSpec:
         "ffn_size": ffn_size(spec.model),
         "num_kv_heads": spec.model.num_kv_heads or spec.model.num_heads,
     }
+    if spec.model.factory is not None:
+        model = {}  # a user's model has neither
     training = {
         "train_batch_size": batch.total,
         "train_micro_batch_size_per_gpu": batch.micro,

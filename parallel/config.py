@@ -7,7 +7,8 @@ layers against stages) is checked in ``orchestrator.spec``.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -48,6 +49,11 @@ class ModelConfig(_Section):
     """Key and value heads; unset: ``num_heads``."""
     ffn_size: int | None = Field(None, ge=16)
     """Inner width of the SwiGLU MLP; unset: 8/3 of hidden_size, rounded up to 32."""
+    factory: str | None = None
+    """``package.module:function`` that makes a model of your own (parallel.model_factory); of
+    this section it needs num_layers and ``options``, the rest is the built-in model's."""
+    options: dict[str, Any] = {}
+    """What ``factory`` is given, as it stands here."""
     smooth_swiglu: bool = False
     """Scale each channel of the MLP's inner activation before it is quantized (arXiv
     2409.12517); computes the same in BF16."""
@@ -56,6 +62,13 @@ class ModelConfig(_Section):
     rope_theta: float = Field(10_000.0, gt=0)
     norm_eps: float = Field(1e-5, gt=0)
     init_std: float = Field(0.02, gt=0)
+
+    @field_validator("factory")
+    @classmethod
+    def _factory(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d][\w.]*", value):
+            raise ValueError("is not written as package.module:function")
+        return value
 
 
 class HighPrecisionLayers(_Section):
@@ -120,7 +133,7 @@ class FP8Config(_Section):
     """Leave scales as they are instead of rounding them down to powers of two (block: false).
     On CPU this takes FP32 products, which cost twice as much."""
     statistics_every: int = Field(1, ge=1)
-    """Steps between two takings of per-tensor statistics; each covers the steps since."""
+    """Per-tensor statistics are taken of every n-th step; amax is the largest since the last."""
     sqnr: bool = False
     """Measure each tensor's signal to quantization-noise ratio too."""
     backend: Literal["auto", "native", "transformer_engine"] = "auto"

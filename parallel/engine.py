@@ -29,8 +29,10 @@ from parallel.config import (
 )
 from parallel.deepspeed_config import BatchShape, merged_config, own_config
 from parallel.gradients import ExchangeDtype
-from parallel.model_plan import ModelPlan, parameter_name
+from parallel.model_factory import factory_plan
+from parallel.model_plan import ModelPlan, parameter_name, recomputed
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
+from parallel.precision import recipes
 from parallel.precision.backend import LayerScope, make_scope
 from parallel.precision.choice import BackendChoice, workload_of
 from parallel.precision.detection import choose_together
@@ -283,6 +285,7 @@ def build_engine(
         device=device,
         tensor=ranks.tensor,
         stage=ranks.stage,
+        built_in=model.factory is None,
     )
     plan = _model_plan(model, numbers, scope, ranks)
     # Sharded and shared parameters are DeepSpeed's pipeline engine's business, one stage or more.
@@ -310,6 +313,9 @@ def build_engine(
         replicas=replicas,
         device=device,
     )
+    everywhere = _of_all_ranks((*scope.layers, *scope.fixed_layers))
+    if unmatched := recipes.unmatched_patterns(fp8.high_precision_layers, everywhere):
+        raise ValueError("; ".join(unmatched))
     hooks = StepHooks(scope, groups, replicas, ranks.stage)
     engine.step_hooks = hooks
     return Engine(
@@ -329,15 +335,23 @@ def build_engine(
 def _model_plan(
     model: ModelConfig, numbers: TrainingNumbers, scope: LayerScope, ranks: RankGroups
 ) -> ModelPlan:
-    layers = layer_plans(
-        model,
-        seq_len=numbers.seq_len,
-        seed=numbers.seed,
-        scope=scope,
-        tensor=ranks.tensor,
-        recompute=numbers.recompute == "full",
+    arguments: dict[str, Any] = {
+        "seq_len": numbers.seq_len,
+        "seed": numbers.seed,
+        "scope": scope,
+        "tensor": ranks.tensor,
+    }
+    plan = (
+        ModelPlan(layer_plans(model, **arguments), loss_fn)
+        if model.factory is None
+        else factory_plan(model, **arguments)
     )
-    return ModelPlan(layers, loss_fn)
+    if numbers.recompute == "none":
+        return plan
+    layers = [
+        recomputed(layer, scope.checkpoint) if layer.transformer else layer for layer in plan.layers
+    ]
+    return ModelPlan(layers, plan.loss)
 
 
 def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
@@ -347,11 +361,11 @@ def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
     return parallelism.model_copy(update={"data": replicas})
 
 
-def _of_all_ranks(names: tuple[str, ...]) -> set[str]:
-    """The linears of all stages whose precision can change: every rank refuses the same orders."""
+def _of_all_ranks(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The linears of all stages, so that every rank refuses the same orders."""
     found: list[tuple[str, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, names)
-    return {name for of_rank in found for name in of_rank}
+    return tuple(dict.fromkeys(name for of_rank in found for name in of_rank))
 
 
 def _mlp_weights(module: nn.Module, plan: ModelPlan) -> dict[int, tuple[nn.Parameter, ...]]:

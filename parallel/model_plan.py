@@ -6,8 +6,8 @@ Promises: needs no torch, so that whoever only names a model's layers can import
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,6 +44,27 @@ class ModelPlan:
 
     layers: Sequence[LayerPlan]
     loss: LossFunction
+
+
+def recomputed(plan: LayerPlan, checkpoint: Callable[..., Any]) -> LayerPlan:
+    """``plan`` with a module that drops its activations and computes them in the backward.
+
+    ``checkpoint`` is the scope's. Only for layers that call their module.
+    """
+
+    def build() -> nn.Module:
+        import torch
+
+        module = plan.build()
+        compute = module.forward
+
+        def forward(x: Tensor) -> Any:
+            return checkpoint(compute, x) if torch.is_grad_enabled() else compute(x)
+
+        module.forward = forward
+        return module
+
+    return replace(plan, build=build)
 
 
 def parameter_name(qualified: str, layers: Sequence[LayerPlan]) -> str:

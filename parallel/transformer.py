@@ -51,16 +51,14 @@ def layer_plans(
     seed: int,
     scope: LayerScope,
     tensor: TensorGroup | None = None,
-    recompute: bool = False,
 ) -> list[LayerPlan]:
     """The whole model as plans: embedding, ``num_layers`` transformer layers, head.
 
     The first layer takes token ids int64 [B, T], the last returns logits bf16 [B, T, V],
     between them goes the residual stream bf16 [B, T, D]. Building transformer layer i
     registers its four linears with ``scope``. ``tensor`` is the ranks that share them, the
-    same that ``scope`` was made with. With ``recompute`` transformer layers drop their
-    activations and compute them again in the backward. Tied embeddings make the head two
-    layers: the norm, and the product with the embedding's matrix.
+    same that ``scope`` was made with. Tied embeddings make the head two layers: the norm, and
+    the product with the embedding's matrix.
     """
     hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
     qkv_width = hidden + 2 * kv_heads * (hidden // model.num_heads)
@@ -82,7 +80,7 @@ def layer_plans(
     for i in range(model.num_layers):
 
         def layer(i: int = i) -> nn.Module:
-            return TransformerLayer(model, i, scope, tensor, recompute=recompute)
+            return TransformerLayer(model, i, scope, tensor)
 
         plans.append(LayerPlan(f"layers.{i}", seeded(i + 1, layer), cost=cost))
     of_head = float(hidden * model.vocab_size)
@@ -184,8 +182,6 @@ class TransformerLayer(nn.Module):
         index: int,
         scope: LayerScope,
         tensor: TensorGroup | None = None,
-        *,
-        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.attn = Attention(model, f"layers.{index}.attn", scope, tensor)
@@ -197,15 +193,8 @@ class TransformerLayer(nn.Module):
             smooth=model.smooth_swiglu,
             sharded=True,
         )
-        self._checkpoint = scope.checkpoint if recompute else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if self._checkpoint is not None and torch.is_grad_enabled():
-            result: Tensor = self._checkpoint(self._both, x_BTD)
-            return result
-        return self._both(x_BTD)
-
-    def _both(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attn(x_BTD)
         result: Tensor = x_BTD + self.mlp(x_BTD)
         return result

@@ -206,8 +206,11 @@ def workload_of(
     model: ModelConfig, *, ffn: int, shards: int, tokens: int | None, recompute: bool
 ) -> Workload:
     """What one rank holds of Octavo's own model, in ``shards`` tensor ranks; ``ffn`` is the
-    inner width of its MLP, ``tokens`` those of a micro-batch.
+    inner width of its MLP, ``tokens`` those of a micro-batch. Of a user's own the widths are
+    unknown.
     """
+    if model.factory is not None:
+        return Workload(tokens=tokens, recompute=recompute)
     hidden = model.hidden_size
     kv_width = (model.num_kv_heads or model.num_heads) * (hidden // model.num_heads)
     inner = ffn // shards

@@ -1,0 +1,81 @@
+"""``model.factory`` in a job file: checked before anything starts, and left as it is."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.spec import spec_data, spec_of
+from orchestrator.spec_errors import Problem, Source, SpecError
+from parallel.model_factory import FactoryError, load_factory
+from tests.unit.test_spec import GOOD
+
+FACTORY = "tests.ranks.toy_model:make"
+
+
+def data(**model: Any) -> dict[str, Any]:
+    corpus = {"source": __file__, "pattern": "*.py"}
+    return {**GOOD, "data": corpus, "model": {"num_layers": 3, **model}}
+
+
+def problems(**model: Any) -> dict[str, Problem]:
+    with pytest.raises(SpecError) as refused:
+        spec_of(Source("job.yaml", data(**model), {}))
+    return {problem.key: problem for problem in refused.value.problems}
+
+
+def test_a_factory_with_options_is_accepted_and_its_spec_reads_back() -> None:
+    options = {"width": 100, "nested": {"deep": [1, 2]}}
+    spec = spec_of(Source("job.yaml", data(factory=FACTORY, options=options), {}))
+    assert spec.model.options == options
+    again = spec_of(Source("job.yaml", spec_data(spec), {}))
+    assert again == spec
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("no.such.module:make", "importing no.such.module raised ModuleNotFoundError"),
+        ("tests.ranks.toy_model:mak", "has no mak"),
+        ("tests.ranks.toy_model:__doc__", "is of type str"),
+        ("tests.ranks.toy_model:Block", "can't be called"),
+        ("tests.ranks.toy_model.make", "is not written as package.module:function"),
+    ],
+)
+def test_one_that_can_not_be_called_is_refused_with_what_to_do(factory: str, words: str) -> None:
+    problem = problems(factory=factory)["model.factory"]
+    assert words in problem.message
+    assert factory in problem.value
+
+
+def test_one_whose_import_fails_is_refused_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(FactoryError, match="raised RuntimeError: no licence") as refused:
+        load_factory("broken_model:make")
+    assert "PYTHONPATH" in refused.value.remedy
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
+    sys.modules.pop("broken_model", None)
+
+
+def test_keys_that_nobody_would_read_are_refused() -> None:
+    found = problems(factory=FACTORY, hidden_size=512, tie_embeddings=True)
+    assert set(found) == {"model.hidden_size", "model.tie_embeddings"}
+    assert "model.options" in found["model.hidden_size"].remedy
+    assert set(problems(options={"width": 3}, num_heads=4)) == {"model.options"}
+
+
+def test_checks_of_the_built_in_model_leave_a_users_alone() -> None:
+    own = data(factory=FACTORY, options={"width": 100})
+    own["fp8"] = {"high_precision_layers": {"names": ["layers.0.mix"]}}
+    own["parallelism"] = {"tensor": 4}
+    spec_of(Source("job.yaml", own, {}))
+    own["parallelism"] = {"pipeline": 4}
+    with pytest.raises(SpecError, match="4 pipeline stages for 3 layers"):
+        spec_of(Source("job.yaml", own, {}))
