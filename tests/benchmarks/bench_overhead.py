@@ -64,8 +64,8 @@ def _compare(layout: str, rounds: int, steps: int) -> None:
             ratios.append(ours.step_s / plain.step_s)
             same = "equal to the bit" if ours.losses == plain.losses else "DIFFERENT"
             print(
-                f"{layout}: octavo {1000 * ours.step_s:.1f} ms, torchrun {1000 * plain.step_s:.1f} ms a "
-                f"step: {ratios[-1]:.3f}; losses {same}",
+                f"{layout}: octavo {1000 * ours.step_s:.1f} ms, torchrun "
+                f"{1000 * plain.step_s:.1f} ms a step: {ratios[-1]:.3f}; losses {same}",
                 flush=True,
             )
     print(
