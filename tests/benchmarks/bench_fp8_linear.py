@@ -1,123 +1,182 @@
-"""Forward and backward of the native FP8 linear against ``nn.Linear`` in BF16.
+"""What an FP8 linear costs on one CPU thread, against BF16 and against torchao's emulation.
 
-    python -m tests.benchmarks.bench_fp8_linear --hidden 128 256 --tokens 512
+    python -m tests.benchmarks.bench_fp8_linear --hidden 1024 4096 --tokens 512
+    python -m tests.benchmarks.bench_fp8_linear --shapes transformer --hidden 128 256
 
 Each sample is one step of a linear: ``--micro-batches`` forwards and backwards with fresh
-gradients, and the end of the step, so that the weight's quantization and the update of the
-scales are in it. The contestants take turns, so that a slow spell of the machine meets all
-of them, and time is that of the processor on one thread, which leaves out the turns of other
-processes. Printed are medians a micro-batch, and the ratios of medians.
+gradients, and the end of the step, so that the weight's quantization, the update of the scales
+and the taking of statistics are in it. The contestants take turns, so that a slow spell of the
+machine meets all of them, and time is that of the processor on one thread, which leaves out the
+turns of other processes. Printed are the BF16 linear's median a micro-batch, the others' as
+ratios to it, and what the statistics add to each recipe's step.
+
+``torchao`` (extra ``bench``) is its float8 training with ``emulate=True``, tensorwise and rowwise:
+what others have for training in FP8 without a GPU. Where it isn't installed its columns say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import random
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from parallel.config import FP8Config
+from parallel.config import RECIPE_FIELDS, FP8Config
 from parallel.precision.scope import PrecisionScope
 
-Step = Callable[[], None]
 NAME = "layers.0.mlp.down"
+UNCOUNTED = " without statistics"
+WARM_UP = 2
 
 
-def bf16_linear(inputs: int, outputs: int) -> tuple[nn.Module, Step]:
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A linear, and what ends its step."""
+
+    layer: nn.Module
+    weight: nn.Parameter
+    finish_step: Callable[[], object]
+
+
+def bf16_linear(inputs: int, outputs: int) -> Contestant:
     """``nn.Linear`` and nothing to do at the end of a step."""
-    return nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16), lambda: None
+    layer = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+    return Contestant(layer, layer.weight, lambda: None)
 
 
 def fp8_linear(
     inputs: int,
     outputs: int,
-    *,
     recipe: str = "delayed",
+    *,
     compiled: bool = True,
     fallen: bool = False,
-) -> tuple[nn.Module, Step]:
+    counted: bool = True,
+    **options: object,
+) -> Contestant:
     """A linear of a scope; ``fallen`` moves it to BF16 by command."""
-    config = FP8Config.model_validate({"recipe": recipe, "amax_history_len": 16})
+    config = FP8Config.model_validate({"recipe": recipe, **options})
     scope = PrecisionScope("fp8", config, num_layers=1, compiled=compiled)
     layer = scope.linear(NAME, inputs, outputs)
+    assert isinstance(layer, nn.Linear)
+    scope.collect(every_counter=counted)
     if fallen:
         scope.set_precision({NAME: "bf16"})
-    return layer, lambda: scope.finish_step(applied=True)
+
+    def finish_step() -> None:
+        scope.finish_step(applied=True)
+        if counted:
+            scope.statistics()
+
+    return Contestant(layer, layer.weight, finish_step)
 
 
-def contestants(inputs: int, outputs: int, *, plain: bool) -> dict[str, tuple[nn.Module, Step]]:
+def emulated_linear(inputs: int, outputs: int, recipe: str) -> Contestant:
+    """torchao's float8 linear, its products emulated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
+    convert_to_float8_training(model, config=config)
+    (layer,) = model
+    return Contestant(layer, layer.weight, lambda: None)
+
+
+def contestants(inputs: int, outputs: int, *, plain: bool) -> dict[str, Contestant]:
     """The reference first."""
-    found = {
-        "nn.Linear": bf16_linear(inputs, outputs),
-        "delayed": fp8_linear(inputs, outputs),
-        "current": fp8_linear(inputs, outputs, recipe="current"),
-        "in BF16": fp8_linear(inputs, outputs, fallen=True),
-    }
+    found = {"nn.Linear": bf16_linear(inputs, outputs)}
+    for recipe in RECIPE_FIELDS:
+        found[recipe] = fp8_linear(inputs, outputs, recipe)
+        found[recipe + UNCOUNTED] = fp8_linear(inputs, outputs, recipe, counted=False)
+    found["in BF16"] = fp8_linear(inputs, outputs, fallen=True)
     if plain:
-        found["delayed, no compiler"] = fp8_linear(inputs, outputs, compiled=False)
+        for recipe in RECIPE_FIELDS:
+            found[f"{recipe}, no compiler"] = fp8_linear(inputs, outputs, recipe, compiled=False)
+        found["block, FP32 scales"] = fp8_linear(inputs, outputs, "block", use_f32_scales=True)
+    if importlib.util.find_spec("torchao") is not None:
+        for recipe in ("tensorwise", "rowwise"):
+            found[f"torchao {recipe}"] = emulated_linear(inputs, outputs, recipe)
     return found
 
 
 def measure(
     inputs: int, outputs: int, tokens: int, micro_batches: int, repeats: int, *, plain: bool
-) -> dict[str, float]:
-    """Median seconds of one micro-batch, by contestant."""
+) -> dict[str, list[float]]:
+    """Seconds of one micro-batch in every repeat, by contestant."""
     subjects = contestants(inputs, outputs, plain=plain)
     x = torch.randn(tokens, inputs).bfloat16().requires_grad_()
     gradient = (torch.randn(tokens, outputs) * torch.rand(outputs) * 1e-3).bfloat16()
     samples: dict[str, list[float]] = {name: [] for name in subjects}
-    for repeat in range(repeats + 3):
-        for name, (layer, finish_step) in subjects.items():
+    for repeat in range(repeats + WARM_UP):
+        # In another order each time: what ran before leaves its traces in the caches.
+        for name, subject in random.sample(list(subjects.items()), len(subjects)):
             started = time.process_time()
             for _ in range(micro_batches):
-                layer(x).backward(gradient)
-            finish_step()
+                subject.layer(x).backward(gradient)
+            subject.finish_step()
             elapsed = time.process_time() - started
-            x.grad = layer.weight.grad = None
-            if repeat >= 3:
+            x.grad = subject.weight.grad = None
+            if repeat >= WARM_UP:
                 samples[name].append(elapsed / micro_batches)
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return samples
+
+
+def shapes(hidden: int, kind: str) -> Iterator[tuple[int, int]]:
+    """(inputs, outputs): square, or those of a transformer layer's linears."""
+    if kind == "square":
+        yield hidden, hidden
+        return
+    ffn = -(-hidden * 8 // 3 // 32) * 32
+    yield from ((hidden, 2 * hidden), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden))
+
+
+def rows(shape: str, samples: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
+    """(title, cell) of one shape's row."""
+    medians = {name: statistics.median(times) for name, times in samples.items()}
+    reference = medians["nn.Linear"]
+    yield "tokens × in → out", shape
+    yield "nn.Linear ms", f"{reference * 1e3:.2f}"
+    for name, median in medians.items():
+        if name != "nn.Linear" and not name.endswith(UNCOUNTED):
+            yield name, f"{median / reference:.2f}×"
+    if not any(name.startswith("torchao") for name in medians):
+        yield "torchao", "not installed"
+    for recipe in RECIPE_FIELDS:
+        # By repeat: of so small a difference the medians apart say little.
+        pairs = zip(samples[recipe], samples[recipe + UNCOUNTED], strict=True)
+        surplus = statistics.median(counted / uncounted for counted, uncounted in pairs) - 1
+        yield f"{recipe} statistics", f"{surplus:+.1%}"
 
 
 def main() -> None:
-    """Print a table, one row a shape of the transformer's linears."""
+    """Print a table, one row a shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--shapes", choices=["square", "transformer"], default="square")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--plain", action="store_true", help="with the casts in plain PyTorch")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--plain", action="store_true", help="also the casts in plain PyTorch")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    header: list[str] = []
+    random.seed(0)
+    numbers = (arguments.tokens, arguments.micro_batches, arguments.repeats)
     for hidden in arguments.hidden:
-        ffn = -(-hidden * 8 // 3 // 32) * 32
-        for inputs, outputs in (
-            (hidden, 2 * hidden),
-            (hidden, hidden),
-            (hidden, 2 * ffn),
-            (ffn, hidden),
-        ):
-            medians = measure(
-                inputs,
-                outputs,
-                arguments.tokens,
-                arguments.micro_batches,
-                arguments.repeats,
-                plain=arguments.plain,
-            )
-            reference = medians.pop("nn.Linear")
-            if not header:
-                header = ["tokens × in → out", "nn.Linear µs", *medians]
-                print(" | ".join(f"{title:>20}" for title in header))
-            shape = f"{arguments.tokens} × {inputs} → {outputs}"
-            ratios = [f"{median / reference:.2f}×" for median in medians.values()]
-            row = [shape, f"{reference * 1e6:.0f}", *ratios]
-            print(" | ".join(f"{cell:>20}" for cell in row), flush=True)
+        for inputs, outputs in shapes(hidden, arguments.shapes):
+            samples = measure(inputs, outputs, *numbers, plain=arguments.plain)
+            for title, cell in rows(f"{arguments.tokens} × {inputs} → {outputs}", samples):
+                print(f"{title:>24}  {cell}", flush=True)
+            print(flush=True)
 
 
 if __name__ == "__main__":
