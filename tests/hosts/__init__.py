@@ -1,0 +1,1 @@
+"""Several hosts on one machine: network namespaces behind a bridge. Needs root and iproute2."""

@@ -1,0 +1,53 @@
+"""One rank of a gradient exchange between hosts; one command line argument, a JSON object.
+
+``{"numel": …, "dtype": "fp8", "repeats": …}``; ``env://`` says where the others are. Prints,
+as JSON, the seconds of each exchange. Every exchange begins together, and a line
+``begin``/``end`` to standard error with an answer on standard input stands around them all, so
+that the one who started the ranks can read the hosts' counters between.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from parallel.config import GradientExchangeConfig
+from parallel.gradients import GradientExchange
+
+
+def main() -> None:
+    """Exchange ``repeats`` times."""
+    case = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    gradient = torch.randn(case["numel"], generator=generator)
+    exchange = GradientExchange(case["dtype"], GradientExchangeConfig(), group)
+    exchange.mean_(gradient.clone())  # buffers, connections
+    _meet("begin")
+    seconds = []
+    for _ in range(case["repeats"]):
+        flat = gradient.clone()
+        dist.barrier()
+        started = time.perf_counter()
+        exchange.mean_(flat)
+        seconds.append(time.perf_counter() - started)
+    _meet("end")
+    print(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def _meet(what: str) -> None:
+    dist.barrier()
+    print(what, flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Runs a gradient exchange between the hosts of a network and says what it took."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.network import Host, Network
+
+ROOT = Path(__file__).parents[2]
+PORT = 29_500
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What one exchange took."""
+
+    seconds: float
+    """Median of the slowest rank's."""
+    sent_bytes: float
+    """By one host, mean over hosts and exchanges, as the hosts' interfaces count."""
+
+
+def exchange(network: Network, dtype: str, numel: int, repeats: int = 3) -> Exchanged:
+    """Average ``numel`` gradients over the network's hosts, one rank a host."""
+    case = json.dumps({"numel": numel, "dtype": dtype, "repeats": repeats})
+    hosts = network.hosts
+    ranks = [_start(host, i, hosts[0].address, len(hosts), case) for i, host in enumerate(hosts)]
+    _hear(ranks, "begin")
+    before = [host.sent_bytes() for host in hosts]
+    _answer(ranks)
+    _hear(ranks, "end")
+    after = [host.sent_bytes() for host in hosts]
+    _answer(ranks)
+    times = [json.loads(_line(rank)) for rank in ranks]
+    for rank in ranks:
+        rank.wait(timeout=60)
+    sent = sum(after) - sum(before)
+    slowest = [max(seconds) for seconds in zip(*times, strict=True)]
+    return Exchanged(statistics.median(slowest), sent / len(hosts) / repeats)
+
+
+def _start(host: Host, rank: int, master: str, world: int, case: str) -> subprocess.Popen[Any]:
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": str(PORT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.hosts.exchange_rank", case]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return host.popen(command, env=env, cwd=ROOT, **pipes)
+
+
+def _hear(ranks: list[subprocess.Popen[Any]], word: str) -> None:
+    for rank in ranks:
+        if (line := _line(rank)) != word:
+            raise RuntimeError(f"a rank said {line!r} where {word!r} was expected")
+
+
+def _answer(ranks: list[subprocess.Popen[Any]]) -> None:
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+
+
+def _line(rank: subprocess.Popen[Any]) -> str:
+    assert rank.stdout is not None
+    line: str = rank.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a rank ended with {rank.wait(timeout=60)} before it had answered")
+    return line.strip()

@@ -1,0 +1,185 @@
+"""Hosts on one machine: a network namespace each, joined by a bridge that can be shaped.
+
+    with Network(3) as network:
+        network.shape(rate="1gbit")
+        process = network.hosts[0].popen([sys.executable, "-m", "…"])
+        sent = network.hosts[0].sent_bytes()
+
+Each host has an address of its own, sees only its own interfaces and ports, and shares files
+and processors with the others. Promises: whatever happens inside the block, on leaving it the
+processes that were started in the hosts have ended, by their own ids, and namespaces, links and
+bridge are gone; two networks at once don't meet; nothing outside its namespaces is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+INTERFACE = "eth0"
+"""A host's interface, by its name inside."""
+END_S = 10.0
+"""Seconds that a host's processes may take to end after SIGKILL."""
+
+_numbers = itertools.count()
+
+
+def why_not() -> str:
+    """Why there can be no hosts here, or an empty string."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need iproute2, which has {' and '.join(missing)}"
+    probe = f"octavo-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"network namespaces can't be made here: {made.stderr.strip()}"
+    _run("ip", "netns", "delete", probe)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host; made by ``Network``."""
+
+    name: str
+    """Of its network namespace."""
+    address: str
+    """IPv4, reachable from the network's other hosts."""
+    link: str
+    """The bridge's end of its cable."""
+    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
+
+    def popen(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a process on this host; it is ended with the network at the latest."""
+        inside = ["ip", "netns", "exec", self.name, *command]
+        environment = {**os.environ, **(env or {}), "GLOO_SOCKET_IFNAME": INTERFACE}
+        # A session of its own: what it starts itself is ended along with it.
+        process = subprocess.Popen(inside, env=environment, start_new_session=True, **options)
+        self.processes.append(process)
+        return process
+
+    def sent_bytes(self) -> int:
+        """Bytes that left this host, headers and all, as its interface counts them."""
+        shown = _run("ip", "-n", self.name, "-s", "-j", "link", "show", INTERFACE)
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+    def kill(self) -> None:
+        """End every process on this host at once, as a power cut does."""
+        deadline = time.monotonic() + END_S
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"processes {pids} on {self.name} do not end")
+            time.sleep(0.02)
+        for process in self.processes:
+            process.wait()
+
+    def pids(self) -> list[int]:
+        """Ids of the processes that run on this host."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
+
+
+class Network:
+    """Hosts behind one bridge, each with a cable that can be shaped or cut."""
+
+    def __init__(self, hosts: int) -> None:
+        """Raises RuntimeError, saying why, where ``why_not`` has a reason."""
+        if reason := why_not():
+            raise RuntimeError(reason)
+        # Interface names have 15 characters at most.
+        tag = f"o{os.getpid() % 100_000:x}n{next(_numbers)}"
+        self._bridge = f"{tag}b"
+        subnet = f"10.{77 + os.getpid() % 100}.{next(_numbers) % 250}"
+        self.hosts = tuple(
+            Host(f"{tag}h{i}", f"{subnet}.{i + 1}", f"{tag}v{i}") for i in range(hosts)
+        )
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        _run("ip", "link", "add", self._bridge, "type", "bridge")
+        _run("ip", "link", "set", self._bridge, "up")
+        for host in self.hosts:
+            inside = ("ip", "-n", host.name)
+            _run("ip", "netns", "add", host.name)
+            end = ("peer", "name", INTERFACE, "netns", host.name)
+            _run("ip", "link", "add", host.link, "type", "veth", *end)
+            _run("ip", "link", "set", host.link, "master", self._bridge, "up")
+            _run(*inside, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            _run(*inside, "link", "set", INTERFACE, "up")
+            _run(*inside, "link", "set", "lo", "up")
+
+    def shape(self, *, rate: str | None = None, delay: str | None = None) -> None:
+        """Limit what each host sends (``"100mbit"``), delay it (``"5ms"``); unset: neither."""
+        for host in self.hosts:
+            queue = ("tc", "-n", host.name, "qdisc")
+            # There may be none to take away.
+            subprocess.run([*queue, "del", "dev", INTERFACE, "root"], capture_output=True)
+            place = ["root"]
+            if delay is not None:
+                netem = ("netem", "delay", delay, "limit", "100000")
+                _run(*queue, "add", "dev", INTERFACE, *place, "handle", "1:", *netem)
+                place = ["parent", "1:"]
+            if rate is not None:
+                bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+                _run(*queue, "add", "dev", INTERFACE, *place, *bucket)
+
+    def cut(self, host: Host) -> None:
+        """Pull the host's cable; its processes go on and hear of nobody."""
+        _run("ip", "link", "set", host.link, "down")
+
+    def heal(self, host: Host) -> None:
+        """Plug it in again."""
+        _run("ip", "link", "set", host.link, "up")
+
+    def close(self) -> None:
+        """End the hosts' processes and take everything away; whatever fails, the rest is tried."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(_discard, "ip", "link", "delete", self._bridge)
+            for host in self.hosts:
+                stack.callback(_discard, "ip", "netns", "delete", host.name)
+                stack.callback(_discard, "ip", "link", "delete", host.link)
+                if host.name in _run("ip", "netns", "list").split():
+                    stack.callback(host.kill)
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _discard(*command: str) -> None:
+    """Take something away that may not be there."""
+    subprocess.run(command, capture_output=True)
