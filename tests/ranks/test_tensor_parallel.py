@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.config import GradientExchangeConfig
+from parallel.config import GradientExchangeConfig, HighPrecisionLayers
 from parallel.engine import Engine
-from tests.ranks.engine_runs import RECIPES, WIDE, batches, build
+from parallel.precision.recipes import linear_names
+from tests.ranks.engine_runs import RECIPES, WIDE, batches, build, fp8_config
 from tests.ranks.launch_ranks import run_ranks
 
 LAYOUTS = {
@@ -21,6 +22,7 @@ LAYOUTS = {
 """Ranks, and degrees other than replicas."""
 CALIBRATION = 2
 """Steps at learning rate 0: delayed scales then fit, and the weights are still everyone's."""
+KEPT = HighPrecisionLayers(first=1, names=("layers.1.mlp.down",))
 STEPS = 8
 LR = 1e-3
 TOLERANCE = 0.01
@@ -58,6 +60,8 @@ def train(world_size: int, degrees: dict[str, int], **options: Any) -> dict[str,
             for group in ("shared", "vectors")
             if f"{group}.masters" in engine.live_tensors()
         },
+        "scaling": {name: t.clone() for name, t in engine.scope.state_tensors().items()},
+        "linears": (engine.scope.layers, engine.scope.fixed_layers),
         "coordinate": engine.coordinate,
         "sharded": {
             name: tuple(view.shape)
@@ -88,6 +92,11 @@ def spied(engine: Engine) -> list[dict[str, torch.Tensor]]:
 
 def runs(rank: int, world_size: int, degrees: dict[str, int], recipes: list[str]) -> dict[str, Any]:
     found = {recipe: train(world_size, degrees, recipe=recipe, model=WIDE) for recipe in recipes}
+    found["smooth"] = train(
+        world_size, degrees, model=WIDE.model_copy(update={"smooth_swiglu": True})
+    )
+    kept = fp8_config("delayed", high_precision_layers=KEPT)
+    found["kept in bf16"] = train(world_size, degrees, model=WIDE, fp8=kept)
     found["bf16"] = train(
         world_size, degrees, precision="bf16", model=WIDE, communication_data_type="fp32"
     )
@@ -95,7 +104,7 @@ def runs(rank: int, world_size: int, degrees: dict[str, int], recipes: list[str]
 
 
 Ranks = list[dict[str, dict[str, Any]]]
-RUNS = [*RECIPES, "bf16"]
+RUNS = [*RECIPES, "smooth", "kept in bf16", "bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +171,32 @@ class TestEveryLayout:
                 assert all(torch.equal(first[name], other[name]) for name in first)
 
 
+def test_delayed_scales_are_those_of_all_ranks_of_the_stage(
+    alone: dict[str, dict[str, Any]], laid_out: Ranks
+) -> None:
+    stages: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for rank in laid_out:
+        stages.setdefault(rank["delayed"]["coordinate"].pipe, []).append(rank["delayed"]["scaling"])
+    for first, *others in stages.values():
+        for other in others:
+            assert torch.equal(first["scale"], other["scale"])
+            assert torch.equal(first["amax_history"], other["amax_history"])
+    # Not one shard's own, but the whole matrices'. (Those of output gradients, every third,
+    # follow the number of micro-batches that a replica divides its loss by.)
+    scales = torch.cat([first["scale"] for first, *_ in stages.values()])
+    expected = alone["delayed"]["scaling"]["scale"]
+    assert scales.shape == expected.shape
+    octaves = (scales / expected).log2().abs().view(-1, 3)
+    assert float(octaves[:, :2].max()) < 0.15
+
+
+def test_high_precision_layers_are_kept_on_every_rank(laid_out: Ranks) -> None:
+    linears = [rank["kept in bf16"]["linears"] for rank in laid_out]
+    fixed = {name for _, names in linears for name in names}
+    assert fixed == {*(n for n in linear_names(2) if n[:8] == "layers.0"), "layers.1.mlp.down"}
+    assert {name for names, _ in linears for name in names} == set(linear_names(2)) - fixed
+
+
 def test_the_norm_tells_parameters_that_are_counted_twice(
     alone: dict[str, dict[str, Any]],
 ) -> None:
@@ -175,10 +210,19 @@ def test_the_norm_tells_parameters_that_are_counted_twice(
 
 def test_a_rank_holds_half_of_every_layers_matrix(alone: dict[str, dict[str, Any]]) -> None:
     whole = alone["bf16"]["sharded"]
-    for rank in run_ranks(runs, 2, {"tensor": 2}, []):
-        for name, (size,) in rank["bf16"]["sharded"].items():
+    for rank in run_ranks(sizes, 2):
+        for name, size in rank.items():
             sharded = name.startswith("layers.") and "norm" not in name
             assert size == whole[name][0] // (2 if sharded else 1), name
+
+
+def sizes(rank: int, world_size: int) -> dict[str, int]:
+    engine = build(world_size, tensor=2, model=WIDE)
+    return {
+        name: view.numel()
+        for group in engine._groups
+        for name, view in zip(group.parameters, group.views, strict=True)
+    }
 
 
 def poisoned(rank: int, world_size: int) -> dict[str, Any]:
