@@ -1,9 +1,9 @@
 """One rank of a gradient exchange between hosts; one command line argument, a JSON object.
 
-``{"numel": …, "dtype": "fp8", "repeats": …}``; ``env://`` says where the others are. Prints,
-as JSON, the seconds of each exchange. Every exchange begins together, and a line
-``begin``/``end`` to standard error with an answer on standard input stands around them all, so
-that the one who started the ranks can read the hosts' counters between.
+``{"numel": …, "dtypes": ["fp8", "bf16"], "repeats": …}``; ``env://`` says where the others are.
+Prints, as JSON, the seconds of each exchange by dtype. The dtypes take turns, every exchange
+begins together, and the words ``begin`` and ``end`` with an answer on standard input stand
+around them all, so that the one who started the ranks can read the hosts' counters between.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ def main() -> None:
     assert group is not None
     generator = torch.Generator().manual_seed(dist.get_rank())
     gradient = torch.randn(case["numel"], generator=generator)
-    exchange = GradientExchange(case["dtype"], GradientExchangeConfig(), group)
-    exchange.mean_(gradient.clone())  # buffers, connections
+    config = GradientExchangeConfig()
+    exchanges = {d: GradientExchange(d, config, group) for d in case["dtypes"]}
+    for exchange in exchanges.values():
+        exchange.mean_(gradient.clone())  # buffers, connections
     _meet("begin")
-    seconds = []
+    seconds: dict[str, list[float]] = {dtype: [] for dtype in exchanges}
     for _ in range(case["repeats"]):
-        flat = gradient.clone()
-        dist.barrier()
-        started = time.perf_counter()
-        exchange.mean_(flat)
-        seconds.append(time.perf_counter() - started)
+        for dtype, exchange in exchanges.items():
+            flat = gradient.clone()
+            dist.barrier()
+            started = time.perf_counter()
+            exchange.mean_(flat)
+            seconds[dtype].append(time.perf_counter() - started)
     _meet("end")
     print(json.dumps(seconds))
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ PORT = 29_500
 class Exchanged:
     """What one exchange took."""
 
-    seconds: float
-    """Median of the slowest rank's."""
+    seconds: dict[str, float]
+    """By dtype, the median of the slowest rank's."""
     sent_bytes: float
-    """By one host, mean over hosts and exchanges, as the hosts' interfaces count."""
+    """By one host in a round of all dtypes, mean over hosts, as their interfaces count."""
 
 
-def exchange(network: Network, dtype: str, numel: int, repeats: int = 3) -> Exchanged:
-    """Average ``numel`` gradients over the network's hosts, one rank a host."""
-    case = json.dumps({"numel": numel, "dtype": dtype, "repeats": repeats})
+def exchange(network: Network, dtypes: Sequence[str], numel: int, repeats: int = 3) -> Exchanged:
+    """Average ``numel`` gradients over the network's hosts, one rank a host, dtypes in turn."""
+    case = json.dumps({"numel": numel, "dtypes": list(dtypes), "repeats": repeats})
     hosts = network.hosts
     ranks = [_start(host, i, hosts[0].address, len(hosts), case) for i, host in enumerate(hosts)]
     _hear(ranks, "begin")
@@ -41,8 +42,11 @@ def exchange(network: Network, dtype: str, numel: int, repeats: int = 3) -> Exch
     for rank in ranks:
         rank.wait(timeout=60)
     sent = sum(after) - sum(before)
-    slowest = [max(seconds) for seconds in zip(*times, strict=True)]
-    return Exchanged(statistics.median(slowest), sent / len(hosts) / repeats)
+    seconds = {
+        dtype: statistics.median(map(max, zip(*(t[dtype] for t in times), strict=True)))
+        for dtype in dtypes
+    }
+    return Exchanged(seconds, sent / len(hosts) / repeats)
 
 
 def _start(host: Host, rank: int, master: str, world: int, case: str) -> subprocess.Popen[Any]:

@@ -18,7 +18,7 @@ def test_fp8_sends_half_of_bf16_and_a_quarter_of_fp32(
 ) -> None:
     network = make_network(hosts)
     sent = {
-        dtype: exchange(network, dtype, NUMEL, 1).sent_bytes for dtype in ("fp8", "bf16", "fp32")
+        dtype: exchange(network, [dtype], NUMEL, 1).sent_bytes for dtype in ("fp8", "bf16", "fp32")
     }
     assert sent["fp8"] <= 0.52 * sent["bf16"], sent
     assert sent["fp8"] <= 0.26 * sent["fp32"], sent
