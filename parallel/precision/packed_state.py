@@ -74,7 +74,7 @@ class PackedState:
         """Add the step to the report; with ``applied``, make the scales of the next."""
         report = self.report
         torch.maximum(report[:, 0], self.amax, out=report[:, 0])
-        report[:, 1] = self.kind.used_scale(self.recipe, report[:, 0], self.scale, self.fp8_max)
+        report[:, 1] = self.scale
         report[:, 2 : 2 + len(COUNTERS)] += self.counters
         self.counters.zero_()
         if self.recipe.sqnr:
@@ -87,5 +87,6 @@ class PackedState:
     def take_report(self) -> Tensor:
         """A copy of the report, which starts anew."""
         report = self.report.clone()
+        report[:, 1] = self.kind.used_scale(self.recipe, report[:, 0], report[:, 1], self.fp8_max)
         self.report.zero_()
         return report

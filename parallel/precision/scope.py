@@ -57,7 +57,7 @@ class PrecisionScope:
 
         With ``compiled`` the casts on CPU are the C ones where a compiler is found; the
         numbers are the same. Raises ValueError for a ``high_precision_layers`` pattern that
-        matches no linear, and for a backend that isn't here.
+        matches no linear.
         """
         self.recipe = recipes.expand(config)
         self.device = torch.device(device)
@@ -324,13 +324,16 @@ class PrecisionScope:
         return {"precision": self.precision()}
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
-        """Take back ``state_meta``, after the tensors were copied in place.
+        """Take back ``state_meta``, after the tensors were copied in place; as it was stored,
+        without calibration. Statistics not taken yet are dropped.
 
         Raises ValueError when it is of other linears than this rank's.
         """
         precision = precision_of_state(meta, self.layers)
         refuse_unknown(precision, self.layers, self._fixed)
         self._assign(precision)
+        # What steps showed that have now not been shall not be told of later ones.
+        self.statistics()
 
     def _packed(self) -> PackedState:
         if self._state is None:

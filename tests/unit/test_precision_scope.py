@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from monitoring.amax import headroom_octaves
+from monitoring.records import TensorStats
 from parallel.config import FP8Config, HighPrecisionLayers
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.recipes import linear_names
@@ -327,6 +329,33 @@ class TestStatistics:
         _, none = stage.scope.statistics()
         assert both[:, 5].tolist() == [2 * 2 * 6 * WIDTH, 2 * WIDTH**2, 2 * 2 * 6 * WIDTH] * 2
         assert none.count_nonzero() == 0
+
+    @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+    @pytest.mark.parametrize("factor", [1e-20, 1.0, 37.0, 1e15])
+    def test_the_scale_reported_is_the_largest_amaxs_with_less_than_an_octave_of_headroom(
+        self, recipe, factor
+    ):
+        stage = Stage(recipe)
+        with torch.no_grad():
+            stage.linears[0].weight.mul_(factor)
+        stage.step(0, applied=False)
+        names, statistics = stage.scope.statistics()
+        own = "E4M3" if recipe != "current" else "HYBRID"
+        for name, (amax, scale, *_) in zip(names, statistics.tolist(), strict=True):
+            room = headroom_octaves(name, TensorStats(amax, scale, 0, 0, 0), own)
+            assert -1e-6 < room < (1e-6 if recipe == "current" else 1)
+
+    def test_what_rolled_back_steps_showed_is_not_told_of_later_ones(self):
+        stage = Stage()
+        stage.step(0)
+        copy = stage.copy()
+        stage.scope.statistics()
+        stage.linears[0](torch.full((4, WIDTH), 1e6).bfloat16())
+        stage.step(1)
+        stage.restore(copy)
+        stage.step(1)
+        _, statistics = stage.scope.statistics()
+        assert statistics[0, 0] < 1e4
 
     def test_a_skipped_step_is_still_reported(self):
         stage = Stage()
