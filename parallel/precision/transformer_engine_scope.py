@@ -352,14 +352,17 @@ class TransformerEngineScope:
         return {"precision": self.precision()}
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
-        """Take back ``state_meta``, after the tensors were copied in place."""
+        """Take back ``state_meta``, after the tensors were copied in place; as it was stored,
+        nothing is forgotten or measured. Statistics not taken yet are dropped.
+        """
         precision = precision_of_state(meta, self.layers)
         refuse_unknown(precision, self.layers, self.fixed_layers)
         for name, stored in precision.items():
-            # The histories came with it: nothing is forgotten or measured.
             self._linears[name].current = stored
         self._in_step = False
-        self._micro_batches = 0
+        self.forget_weights()
+        # What steps showed that have now not been shall not be told of later ones.
+        self.statistics()
 
     def _laid_out(self) -> OperandStatistics:
         if self._observed is not None:

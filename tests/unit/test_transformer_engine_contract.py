@@ -515,6 +515,21 @@ class TestStatistics:
         names, table = scope.statistics()
         assert table[names.index(f"{LINEARS[1]}/input"), NONFINITE] == HIDDEN * TOKENS
 
+    def test_a_restored_state_drops_what_undone_steps_showed(self, te):
+        scope = scope_of(RECIPES["delayed"])
+        layer = Layer(scope)
+        scope.collect(True)
+        saved, meta = state_of(scope), scope.state_meta()
+        train_step(scope, layer, 0, size=1e4, grad_size=1e4)
+        for name, tensor in scope.state_tensors().items():
+            tensor.copy_(saved[name])
+        scope.load_meta(meta)
+        train_step(scope, layer, 1)
+        names, table = scope.statistics()
+        row = table[names.index(f"{LINEARS[3]}/grad_output")]
+        assert row[AMAX] == inputs(1, 0)[1].abs().max().float()
+        assert row[COUNT] == HIDDEN * TOKENS
+
     def test_evaluation_is_not_looked_at(self, te):
         scope = scope_of(RECIPES["current"])
         layer = Layer(scope).eval()
