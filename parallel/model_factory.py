@@ -4,8 +4,9 @@ The function is called once on every rank and returns the model as layers that a
 yet, and its loss. Octavo builds a stage's layers on its ranks, trains their linears in FP8,
 watches, snapshots and recovers as with the built-in model::
 
-    # my_models/lm.py                      model: {factory: "my_models.lm:make", num_layers: 6,
-    def make(*, options, seq_len, seed, scope):     options: {width: 256}}
+    # my_models/lm.py; in the spec: model: {factory: "my_models.lm:make", num_layers: 6,
+    #                                       options: {width: 256}}
+    def make(*, options, seq_len, seed, scope):
         width = options["width"]
 
         class Block(nn.Module):
@@ -16,12 +17,12 @@ watches, snapshots and recovers as with the built-in model::
             def forward(self, x):
                 return x + self.mlp(x)
 
-        def embedding(): return nn.Embedding(256, width, dtype=torch.bfloat16)
-        def head(): return nn.Linear(width, 256, dtype=torch.bfloat16)
-
+        embedding = partial(nn.Embedding, 256, width, dtype=torch.bfloat16)
+        head = partial(nn.Linear, width, 256, dtype=torch.bfloat16)
         blocks = [LayerPlan(f"layers.{i}", partial(Block, i)) for i in range(6)]
-        ends = [LayerPlan(n, f, transformer=False) for n, f in (("in", embedding), ("out", head))]
-        return ModelPlan([ends[0], *blocks, ends[1]], loss)
+        first = LayerPlan("embedding", embedding, transformer=False)
+        last = LayerPlan("head", head, transformer=False)
+        return ModelPlan([first, *blocks, last], loss)
 
 The contract:
 

@@ -12,6 +12,10 @@ such pairs (norms, residual stream, embedding, head) stays replicated without be
 Sums travel in the dtype of the tensor, BF16 in training, as Megatron's and Transformer
 Engine's do. A sharded parameter carries ``model_parallel = True``: DeepSpeed then counts every
 shard in the gradient norm, and replicated parameters on the first tensor rank alone.
+
+Scales that follow from the tensor at hand (current, block and mxfp8 scaling) are those of this
+rank's shard; delayed scales are those of all ranks of the stage, from the reduced amax. So does
+Transformer Engine without sequence parallelism.
 """
 
 from __future__ import annotations

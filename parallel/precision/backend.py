@@ -72,8 +72,8 @@ class LayerScope(Protocol):
         ffn: int,
         *,
         eps: float,
-        smooth: bool,
-        sharded: bool,
+        smooth: bool = False,
+        sharded: bool = False,
         dtype: torch.dtype = ...,
     ) -> nn.Module:
         """RMSNorm, then SwiGLU: the linears ``{name}.gate_up`` and ``{name}.down``.

@@ -130,8 +130,8 @@ class TransformerEngineScope:
         ffn: int,
         *,
         eps: float,
-        smooth: bool,
-        sharded: bool,
+        smooth: bool = False,
+        sharded: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> nn.Module:
         """RMSNorm and SwiGLU of two linears, see ``LayerScope``.

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import pickle
 import sys
+import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from orchestrator.spec import spec_data, spec_of
 from orchestrator.spec_errors import Problem, Source, SpecError
+from parallel import model_factory
+from parallel.config import FP8Config
 from parallel.model_factory import FactoryError, load_factory
+from parallel.model_plan import LayerPlan, ModelPlan
+from parallel.precision.scope import PrecisionScope
 from tests.unit.test_spec import GOOD
 
+EXAMPLE_NAMES = {
+    "torch": torch,
+    "nn": nn,
+    "partial": partial,
+    "LayerPlan": LayerPlan,
+    "ModelPlan": ModelPlan,
+    "loss": lambda output, targets: output.mean(),
+}
 FACTORY = "tests.ranks.toy_model:make"
 
 
@@ -62,6 +78,22 @@ def test_one_whose_import_fails_is_refused_with_the_error(
     assert "PYTHONPATH" in refused.value.remedy
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
     sys.modules.pop("broken_model", None)
+
+
+def test_the_example_of_the_contract_makes_a_model_that_runs() -> None:
+    text = model_factory.__doc__ or ""
+    start, end = text.index("    def make("), text.index("The contract:")
+    names: dict[str, Any] = {**EXAMPLE_NAMES}
+    exec(textwrap.dedent(text[start:end]), names)
+    scope = PrecisionScope("fp8", FP8Config(), num_layers=6, built_in=False)
+    plan = names["make"](options={"width": 64}, seq_len=8, seed=0, scope=scope)
+    modules = [layer.build() for layer in plan.layers]
+    x: Any = torch.arange(16).view(2, 8)
+    for module in modules:
+        x = module(x)
+    assert x.shape == (2, 8, 256)
+    assert len(scope.layers) == 12
+    assert sum(layer.transformer for layer in plan.layers) == 6
 
 
 def test_keys_that_nobody_would_read_are_refused() -> None:

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.config import ParallelismConfig
-from parallel.topology import Coordinate, coordinates, data_size, rank_at, stage_boundaries
+from parallel.topology import (
+    Coordinate,
+    coordinates,
+    data_size,
+    rank_at,
+    stage_boundaries,
+    stage_ranks,
+    tensor_ranks,
+)
 
 GRIDS = [
     ParallelismConfig(pipeline=pp, data=dp, tensor=tp)
@@ -34,6 +42,21 @@ class TestCoordinates:
     def test_come_back_to_the_rank(self, grid: ParallelismConfig) -> None:
         ranks = range(grid.pipeline * grid.data * grid.tensor)
         assert [rank_at(coordinates(rank, grid), grid) for rank in ranks] == list(ranks)
+
+    @pytest.mark.parametrize("grid", GRIDS, ids=str)
+    def test_tensor_groups_and_stages_are_deepspeeds(self, grid: ParallelismConfig) -> None:
+        theirs = PipeModelDataParallelTopology(
+            num_pp=grid.pipeline, num_mp=grid.tensor, num_dp=grid.data
+        )
+        for rank in range(theirs.world_size()):
+            here = coordinates(rank, grid)
+            shards = tensor_ranks(here, grid)
+            assert rank in shards
+            if grid.tensor > 1:
+                assert list(shards) in theirs.get_axis_comm_lists("model")
+            assert stage_ranks(here, grid) == tuple(theirs.get_axis_list("pipe", here.pipe))
+            # A node of any multiple of the tensor degree holds whole groups.
+            assert len({r // grid.tensor for r in shards}) == 1
 
     def test_refuse_what_is_outside_the_grid(self) -> None:
         grid = ParallelismConfig(pipeline=2, data=2)
