@@ -190,6 +190,8 @@ class GradientExchangeConfig(_Section):
     block: int = Field(128, ge=16, le=4096)
     """Elements that share one power-of-two scale."""
     format: Literal["e4m3", "e5m2"] = "e4m3"
+    bucket: int = Field(131_072, ge=1)
+    """Elements for each replica that are quantized at once, while those before them travel."""
     min_size: int = Field(16_384, ge=0)
     """Elements below which a bucket is exchanged in BF16."""
     error_feedback: bool = False

@@ -12,11 +12,22 @@ rounding a hop and no sum in FP8, and every rank, the owner of a share too, take
 gathered: all end with the same bits. Bytes are half of BF16's ring all-reduce, plus one in
 ``block``. A block with an Inf or NaN on any rank is NaN on all of them; a mean beyond
 FP32's range likewise.
+
+A gradient goes in buckets, so that one is quantized while the one before it is on the wire::
+
+    bucket 0   quantize  all-to-all  sum, quantize  all-gather  dequantize
+    bucket 1             quantize    all-to-all     sum, …      all-gather   …
+
+Buckets change no number: a block's bytes depend on the block alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -126,15 +137,42 @@ class BlockCodec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Workspace:
-    """Buffers for one size of gradient; a row of bytes is one rank's share."""
+class _Bucket:
+    """Consecutive elements of one size of gradient; a row of bytes is one rank's share."""
 
+    start: int
+    """Where it begins in the gradient."""
+    numel: int
     sent: Tensor
     received: Tensor
     gathered: Tensor
     share: Tensor
     """float32, as many as this rank's share has real elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """Buffers for one size of gradient."""
+
+    buckets: tuple[_Bucket, ...]
     residual: Tensor | None
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Seconds since the last ``take_statistics``; on a device they are the host's, not its."""
+
+    quantize_s: float = 0.0
+    wire_s: float = 0.0
+    """Waiting for others and for bytes, after all work that could be done meanwhile."""
+    dequantize_s: float = 0.0
+
+    @contextlib.contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        """Add the block's time to ``what``."""
+        started = time.perf_counter()
+        yield
+        setattr(self, what, getattr(self, what) + time.perf_counter() - started)
 
 
 class GradientExchange:
@@ -167,6 +205,8 @@ class GradientExchange:
         self._bytes = 0
         self._uncompressed_bytes = 0
         self._error = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._unread = torch.zeros_like(self._error)
+        self._clock = _Clock()
 
     @property
     def dtype(self) -> ExchangeDtype:
@@ -194,14 +234,16 @@ class GradientExchange:
             return
         wire = flat.to(torch.float32 if self._dtype == "fp32" else torch.bfloat16)
         self._bytes += ring * wire.element_size()
-        dist.all_reduce(wire, group=self._group)
+        with self._clock.measure("wire_s"):
+            dist.all_reduce(wire, group=self._group)
         flat.copy_(wire)
         flat.mul_(1.0 / self._ranks)
 
     def take_statistics(self) -> dict[str, float]:
         """Since the last call: ``bytes`` this rank sent, ``uncompressed_bytes`` that BF16
         would have taken, and ``relative_error``, the 2-norm of what rounding its own
-        gradients to FP8 took away over their 2-norm (0 when nothing went in FP8).
+        gradients to FP8 took away over their 2-norm (0 when nothing went in FP8);
+        ``quantize_s``, ``wire_s`` and ``dequantize_s``, where the time went.
 
         The one place that waits for the device.
         """
@@ -210,7 +252,9 @@ class GradientExchange:
             "bytes": float(self._bytes),
             "uncompressed_bytes": float(self._uncompressed_bytes),
             "relative_error": (error / norm) ** 0.5 if norm > 0 else 0.0,
+            **dataclasses.asdict(self._clock),
         }
+        self._clock = _Clock()
         self._bytes = self._uncompressed_bytes = 0
         self._error.zero_()
         return statistics
@@ -236,25 +280,60 @@ class GradientExchange:
         x = flat.float()
         if space.residual is not None:
             x = x + space.residual
-        for piece, payload, scales in self._shares(x, space.sent):
-            self._codec.quantize(piece, payload, scales, self._error)
-        if space.residual is not None:
-            self._keep_residual(x, space.sent, space.residual)
-        dist.all_to_all_single(space.received, space.sent, group=self._group)
-        for rank in range(self._ranks):
-            payload, scales = self._split(space.received[rank])
-            self._codec.dequantize(payload, scales, space.share, add=rank > 0)
-        space.share.mul_(1.0 / self._ranks)
-        # The share's bytes go where its own row was sent from; that hop's error isn't counted.
-        mine = space.sent[self._rank]
-        self._codec.quantize(space.share, *self._split(mine), torch.zeros_like(self._error))
-        dist.all_gather_single(space.gathered.view(-1), mine, group=self._group)
-        self._bytes += 2 * (self._ranks - 1) * mine.numel()
         result = flat if flat.dtype is torch.float32 else torch.empty_like(x)
-        for piece, payload, scales in self._shares(result, space.gathered):
-            self._codec.dequantize(payload, scales, piece, add=False)
+        # Each hop of a bucket is one generator step, so that the next bucket's first hop is
+        # under way before this one's is waited for. All ranks take the same steps.
+        waiting: deque[Iterator[None]] = deque()
+        for bucket in space.buckets:
+            waiting.append(self._exchange(bucket, x, result, space.residual))
+            next(waiting[-1])
+            for earlier in list(waiting)[-2::-1]:
+                if _ended(earlier):
+                    waiting.remove(earlier)
+        while waiting:
+            if _ended(waiting[0]):
+                waiting.popleft()
         if result is not flat:
             flat.copy_(result)
+
+    def _exchange(
+        self, bucket: _Bucket, x: Tensor, result: Tensor, residual: Tensor | None
+    ) -> Iterator[None]:
+        """Average one bucket of ``x`` into ``result``; pauses while its bytes are on the wire."""
+        here = slice(bucket.start, bucket.start + bucket.numel)
+        with self._clock.measure("quantize_s"):
+            for piece, payload, scales in self._shares(x[here], bucket.sent):
+                self._codec.quantize(piece, payload, scales, self._error)
+            if residual is not None:
+                self._keep_residual(x[here], bucket.sent, residual[here])
+        work = dist.all_to_all_single(
+            bucket.received, bucket.sent, group=self._group, async_op=True
+        )
+        yield
+        self._wait(work)
+        with self._clock.measure("dequantize_s"):
+            for rank in range(self._ranks):
+                payload, scales = self._split(bucket.received[rank])
+                self._codec.dequantize(payload, scales, bucket.share, add=rank > 0)
+            bucket.share.mul_(1.0 / self._ranks)
+        # The share's bytes go where its own row was sent from; that hop's error isn't counted.
+        mine = bucket.sent[self._rank]
+        with self._clock.measure("quantize_s"):
+            self._codec.quantize(bucket.share, *self._split(mine), self._unread)
+        work = dist.all_gather_single(
+            bucket.gathered.view(-1), mine, group=self._group, async_op=True
+        )
+        self._bytes += 2 * (self._ranks - 1) * mine.numel()
+        yield
+        self._wait(work)
+        with self._clock.measure("dequantize_s"):
+            for piece, payload, scales in self._shares(result[here], bucket.gathered):
+                self._codec.dequantize(payload, scales, piece, add=False)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None, "an asynchronous collective of this group's own rank"
+        with self._clock.measure("wire_s"):
+            work.wait()
 
     def _keep_residual(self, x: Tensor, sent: Tensor, residual: Tensor) -> None:
         for piece, payload, scales in self._shares(residual, sent):
@@ -276,15 +355,28 @@ class GradientExchange:
 
     def _workspace(self, numel: int) -> _Workspace:
         if numel not in self._workspaces:
-            block = self.config.block
-            blocks = -(-numel // (block * self._ranks))
-            shape = (self._ranks, blocks * (block + 1))
-            sent, received, gathered = (
-                torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(3)
-            )
-            start = min(numel, self._rank * blocks * block)
-            share = torch.zeros(min(blocks * block, numel - start), device=self._device)
+            # Whole blocks for every rank, so that only the last bucket has a part that is empty.
+            share = max(1, self.config.bucket // self.config.block) * self.config.block
+            step = share * self._ranks
+            starts = range(0, numel, step)
+            buckets = tuple(self._bucket(start, min(step, numel - start)) for start in starts)
             feedback = self.config.error_feedback
             residual = torch.zeros(numel, device=self._device) if feedback else None
-            self._workspaces[numel] = _Workspace(sent, received, gathered, share, residual)
+            self._workspaces[numel] = _Workspace(buckets, residual)
         return self._workspaces[numel]
+
+    def _bucket(self, start: int, numel: int) -> _Bucket:
+        block = self.config.block
+        blocks = -(-numel // (block * self._ranks))
+        shape = (self._ranks, blocks * (block + 1))
+        sent, received, gathered = (
+            torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(3)
+        )
+        before = min(numel, self._rank * blocks * block)
+        share = torch.zeros(min(blocks * block, numel - before), device=self._device)
+        return _Bucket(start, numel, sent, received, gathered, share)
+
+
+def _ended(hops: Iterator[None]) -> bool:
+    """Take the next hop; whether it was the last."""
+    return next(hops, True) is True
