@@ -21,6 +21,8 @@ SKIPPED = "train/skipped"
 COMM_BYTES = "comm/bytes"
 COMM_RATIO = "comm/compression_ratio"
 COMM_ERROR = "comm/relative_error"
+COMM_SECONDS = ("quantize_s", "wire_s", "dequantize_s")
+"""Where an exchange's time went, as ``comm/{name}``; mean over the ranks."""
 
 WORST_HEADROOM = "fp8/worst/headroom_octaves"
 WORST_SATURATED = "fp8/worst/overflows_pct"
@@ -67,6 +69,7 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
         values[COMM_BYTES] = sent
         values[COMM_RATIO] = record.comm.get("uncompressed_bytes", sent) / sent
         values[COMM_ERROR] = record.comm.get("relative_error", 0.0)
+        values |= {f"comm/{name}": record.comm[name] for name in COMM_SECONDS if name in record.comm}
     values.update(_tensor_metrics(record, worst, fp8_format))
     return values
 
