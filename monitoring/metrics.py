@@ -69,7 +69,8 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
         values[COMM_BYTES] = sent
         values[COMM_RATIO] = record.comm.get("uncompressed_bytes", sent) / sent
         values[COMM_ERROR] = record.comm.get("relative_error", 0.0)
-        values |= {f"comm/{name}": record.comm[name] for name in COMM_SECONDS if name in record.comm}
+        parts = [name for name in COMM_SECONDS if name in record.comm]
+        values |= {f"comm/{name}": record.comm[name] for name in parts}
     values.update(_tensor_metrics(record, worst, fp8_format))
     return values
 
