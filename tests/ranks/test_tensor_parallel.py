@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallel.config import GradientExchangeConfig, HighPrecisionLayers
 from parallel.engine import Engine
 from parallel.precision.recipes import linear_names
+from parallel.tensor import TensorGroup, copy_to_shards, sum_of_shards
 from tests.ranks.engine_runs import RECIPES, WIDE, batches, build, fp8_config
 from tests.ranks.launch_ranks import run_ranks
 
@@ -277,3 +279,36 @@ def test_a_rollback_replays_to_the_bit(zero_stage: int) -> None:
     for rank in run_ranks(replay, 4, zero_stage):
         assert rank["replayed"] == rank["expected"]
         assert rank["astray"] != rank["expected"]
+
+
+def sums(rank: int, world_size: int) -> list[torch.Tensor]:
+    """A sum over the group, and the gradients of both ends of a shard."""
+    world = dist.group.WORLD
+    assert world is not None
+    tensor = TensorGroup(world, rank, world_size)
+    found = []
+    for size in (7, 1000, 65_537):
+        mine = torch.randn(size, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        found.append(sum_of_shards(mine, tensor))
+        x = torch.zeros(size, dtype=torch.bfloat16, requires_grad=True)
+        (copy_to_shards(x, tensor) * mine).sum().backward()
+        part = torch.zeros(size, dtype=torch.bfloat16, requires_grad=True)
+        sum_of_shards(part, tensor).backward(torch.full_like(part, 3.0))
+        assert x.grad is not None and part.grad is not None
+        assert torch.equal(part.grad, torch.full_like(part, 3.0))
+        found.append(x.grad)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_sums_have_the_same_bits_on_every_rank(world_size: int) -> None:
+    ranks = run_ranks(sums, world_size)
+    for results in zip(*ranks, strict=True):
+        assert all(torch.equal(result, results[0]) for result in results)
+    for i, size in enumerate((7, 1000, 65_537)):
+        parts = [
+            torch.randn(size, generator=torch.Generator().manual_seed(rank)).bfloat16().double()
+            for rank in range(world_size)
+        ]
+        for result in ranks[0][2 * i : 2 * i + 2]:
+            assert difference(result.double(), torch.stack(parts).sum(0)) < 2**-7
