@@ -153,7 +153,14 @@ class Float8Linear(nn.Linear):
     def _own(self, input: Tensor, undo: Tensor | None) -> Tensor:
         """The product of this rank's shard alone."""
         if self.current == "fp8":
-            return _Float8Product.apply(input, self.weight, self.bias, self, undo)
+            device = input.device.type
+            casting = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+            if not casting:
+                return _Float8Product.apply(input, self.weight, self.bias, self, undo)
+            # Autocast would cast the operands of the products inside; its dtype is the output's.
+            with torch.autocast(device, enabled=False):
+                output = _Float8Product.apply(input, self.weight, self.bias, self, undo)
+            return output.to(torch.get_autocast_dtype(device))
         if self._observes:
             self._observe_operands(input)
         output = F.linear(input if undo is None else input * undo, self.weight, self.bias)

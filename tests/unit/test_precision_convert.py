@@ -174,6 +174,21 @@ def test_a_linear_itself_is_refused_and_a_second_conversion_changes_nothing():
     assert again.left["blocks.0.0"] == "it is an FP8 linear already"
 
 
+@every_variant
+def test_under_autocast_the_output_is_its_dtype_and_the_products_are_the_same(recipe):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    convert(model, fp8_config(recipe))
+    x = torch.randn(32, WIDTH, requires_grad=True)
+    expected = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dtype = model(x), plain(x).dtype
+    assert (expected.dtype, y.dtype) == (torch.float32, dtype)
+    assert torch.equal(y, expected.to(dtype))
+    y.float().sum().backward()
+    assert x.grad.dtype == model[0].weight.grad.dtype == torch.float32
+
+
 class TestWithAScope:
     def test_layers_of_several_modules_share_one_scope_under_their_prefixes(self):
         scope = PrecisionScope("fp8", FP8Config(recipe="mxfp8"), num_layers=2)
