@@ -86,7 +86,7 @@ def submit(
     # On a submission the controller looks at the data: it is there that they must be.
     checked = load_spec(spec, check_data=dry_run)
     if dry_run:
-        backend = f"linears run on {backend_of(checked)}"
+        backend = f"linears: {backend_of(checked)}"
         if output is Output.json:
             print_json(spec_data(checked))
             print(backend, file=sys.stderr)

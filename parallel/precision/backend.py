@@ -180,6 +180,8 @@ def make_scope(
     ``high_precision_layers`` that matches none of its linears is an error.
     Raises ValueError as the scopes do, and where Transformer Engine turns out not to run.
     """
+    if choice.backend == "undecided":
+        raise ValueError(f"no backend is chosen yet: {choice.reason}")
     if choice.backend == "transformer_engine":
         from parallel.precision.transformer_engine_scope import TransformerEngineScope
 

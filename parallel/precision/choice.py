@@ -27,7 +27,8 @@ from typing import Literal
 from parallel.config import FP8Config, ModelConfig, Precision
 from parallel.precision.recipes import multiple_of
 
-Backend = Literal["transformer_engine", "native", "bf16"]
+Backend = Literal["transformer_engine", "native", "bf16", "undecided"]
+"""``undecided`` is a forecast's, before the nodes are known; no rank runs on it."""
 
 RECIPES = ("delayed", "current", "block", "mxfp8")
 TESTED_VERSION = (2, 20)
@@ -173,8 +174,8 @@ def forecast(
 ) -> BackendChoice:
     """What can be said of the choice before any node is known, as ``submit --dry-run`` does.
 
-    On CPU it is final. For a GPU job it depends on the nodes' device, and the reason says how;
-    ``backend`` is then what a device that runs the recipe would get. Raises BackendRefusedError.
+    On CPU it is final. For a GPU job it is ``undecided`` where it depends on the nodes' device,
+    and the reason says how. Raises BackendRefusedError.
     """
     if precision == "bf16" or config.backend == "native" or not on_gpu:
         decided = choose(precision, config, DeviceFacts("cpu"), TransformerEngineFacts())
@@ -185,17 +186,24 @@ def forecast(
         if config.backend == "transformer_engine":
             raise BackendRefusedError(BackendRefusal(wrong, "change it, or use backend: auto"))
         return BackendChoice("native", wrong)
-    runs = [f"{major}.{minor}" for major, minor in _MILESTONES if _runs(config, (major, minor))]
+    runs = [told for told, capability in _GENERATIONS.items() if _runs(config, capability)]
     where = f"capability {', '.join(runs)}" if runs else "no capability"
     otherwise = "refused" if config.backend == "transformer_engine" else "native"
     return BackendChoice(
-        "transformer_engine",
-        f"decided on the nodes: {config.recipe} scaling runs in Transformer Engine on {where}; "
-        f"{otherwise} elsewhere or without it",
+        "undecided",
+        f"the nodes' device decides: {config.recipe} scaling runs in Transformer Engine on "
+        f"{where}; {otherwise} elsewhere or without it",
     )
 
 
-_MILESTONES = ((8, 9), (9, 0), (10, 0), (12, 0))
+_GENERATIONS = {
+    "8.9": (8, 9),
+    "9.x": (9, 0),
+    "10.x": (10, 0),
+    "11.x": (11, 0),
+    "12.0 and up": (12, 0),
+}
+"""What to call capabilities that are treated alike, and one of each."""
 
 
 def _runs(config: FP8Config, capability: tuple[int, int]) -> bool:

@@ -362,7 +362,7 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orchestrator.cli", "submit", "--dry-run", job_file(tmp_path)]
     script = 'out=$("$@" | head -1; echo "${PIPESTATUS[0]}"); echo "$out"'
     done = subprocess.run(["bash", "-c", script, "x", *command], capture_output=True, text=True)
-    assert done.stdout.startswith("# linears run on native: ")
+    assert done.stdout.startswith("# linears: native: ")
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 

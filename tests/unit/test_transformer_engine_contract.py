@@ -661,6 +661,9 @@ class TestOrders:
             BackendChoice("native", "a test"), "fp8", RECIPES["current"], num_layers=1, device="cpu"
         )
         assert isinstance(native, PrecisionScope)
+        with pytest.raises(ValueError, match="no backend is chosen"):
+            forecast = BackendChoice("undecided", "a test")
+            make_scope(forecast, "fp8", RECIPES["current"], num_layers=1, device="cpu")
 
     def test_absent_it_is_an_error_with_its_name(self, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "transformer_engine", None)
