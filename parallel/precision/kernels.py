@@ -1,4 +1,4 @@
-"""Builds and loads the C casts of ``kernels.c``; without a compiler there are none.
+"""Builds and loads the casts in C (``*.c`` beside this); without a compiler there are none.
 
 Promises: ``load()`` returns the same answer for the life of the process, never raises, and
 leaves one file in this package's ``__pycache__`` (a private temporary folder where that
@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class Slot(ctypes.Structure):
-    """``slot`` of ``kernels.c``."""
+    """``slot`` of ``casts.h``."""
 
     _fields_ = (
         ("scale", _POINTER),
@@ -78,19 +78,21 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+        for name, signature in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = signature, None
+    # AttributeError: sources of another version than this module, as while it is upgraded.
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.warning("FP8 casts on CPU run in plain PyTorch: building them failed: %s", error)
         return None
-    for name, signature in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = signature, None
     return library
 
 
 def _built(compiler: str) -> Path:
-    source = Path(__file__).with_name("kernels.c")
+    sources = sorted(Path(__file__).parent.glob("*.c"))
     digest = hashlib.sha256()
-    for part in (source.read_text(), compiler, " ".join(_FLAGS), platform.machine(), _cpu_flags()):
+    texts = [path.read_text() for path in [*sources, *sorted(Path(__file__).parent.glob("*.h"))]]
+    for part in (*texts, compiler, " ".join(_FLAGS), platform.machine(), _cpu_flags()):
         digest.update(part.encode())
     name = f"kernels-{digest.hexdigest()[:16]}.so"
     folder = Path(__file__).with_name("__pycache__")
@@ -105,7 +107,7 @@ def _built(compiler: str) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="octavo-kernels-"))
     handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
-    command = [compiler, *_FLAGS, str(source), "-o", temporary]
+    command = [compiler, *_FLAGS, *map(str, sources), "-o", temporary]
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     except (OSError, subprocess.SubprocessError):

@@ -173,8 +173,8 @@ def test_where_the_package_takes_no_file_they_are_built_elsewhere(monkeypatch, t
     monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__pycache__").write_text("a file where the folder would be")
-    source = Path(kernels.__file__).with_name("kernels.c")
-    (tmp_path / "package" / "kernels.c").write_text(source.read_text())
+    for source in Path(kernels.__file__).parent.glob("*.[ch]"):
+        (tmp_path / "package" / source.name).write_text(source.read_text())
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "package" / "kernels.py"))
     assert kernels.load.__wrapped__() is not None
     (folder,) = tmp_path.glob("octavo-kernels-*")
