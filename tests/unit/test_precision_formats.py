@@ -169,6 +169,13 @@ def test_a_compiler_that_fails_is_a_warning_and_leaves_nothing(monkeypatch, capl
     assert not list((tmp_path / "__pycache__").iterdir())
 
 
+def test_sources_of_another_version_are_a_warning_too(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
+    (tmp_path / "kernels.c").write_text("void octavo_quantize(void) {}\n")
+    assert kernels.load.__wrapped__() is None
+    assert "plain PyTorch" in caplog.text
+
+
 def test_where_the_package_takes_no_file_they_are_built_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "package").mkdir()
