@@ -72,7 +72,7 @@ def healthy_trace(
                 lr=lr,
                 tokens=2048,
                 step_time_s=0.2 * math.exp(rng.normal(0.0, 0.05)),
-                comm={"bytes": 1e6, "uncompressed_bytes": 2e6, "relative_error": 0.02, "wire_s": 0.25},
+                comm={"bytes": 1e6, "uncompressed_bytes": 2e6, "relative_error": 0.02},
                 tensors=healthy_tensors(step, rng, layers),
             )
         )
