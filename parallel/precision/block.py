@@ -27,7 +27,7 @@ class BlockQuantizer(Blockwise):
     mx = False
 
     @classmethod
-    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
         scale = scaling.amax_to_scale(
             amax, fp8_max, epsilon=recipe.epsilon, power_of_two=recipe.power_of_two
         )

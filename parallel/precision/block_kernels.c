@@ -108,7 +108,7 @@ static inline void count_run(const slot *to, const uint16_t *x, const uint16_t *
         to->counters[2] += nonfinite(x, n);
         to->counters[0] += saturated(x, n, scale, overflow);
     }
-    to->counters[1] += zeros(value, n) - zeros(x, n);
+    to->counters[1] += vanished(x, value, n);
     if (to->energies) measure_error(to, x, value, n, 1.0f);
 }
 
@@ -142,7 +142,7 @@ static inline __attribute__((always_inline)) void quantize_rows(
             }
         }
         if (odd) to->counters[2] += nonfinite(in, n);
-        to->counters[1] += zeros(out, n) - zeros(in, n);
+        to->counters[1] += vanished(in, out, n);
         if (to->energies) measure_error(to, in, out, n, 1.0f);
     }
 }

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel.precision import scaling
-from parallel.precision.formats import E4M3, E5M2, saturating_cast
+from parallel.precision.formats import saturating_cast
 from parallel.precision.quantizers import Columns, Factor, Kept, Quantized, Quantizer
 from parallel.precision.recipes import Recipe
 
@@ -32,14 +32,13 @@ class Blockwise(Quantizer):
 
     @classmethod
     @abstractmethod
-    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
         """scale and scale_inv of blocks with the largest magnitudes ``amax``, all float32."""
 
     @classmethod
     def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
         """The scale of the block that holds the largest magnitude: the smallest of all."""
-        e4m3, e5m2 = (cls.scales(recipe, amax, format.max)[0] for format in (E4M3, E5M2))
-        return torch.where(amax > 0, torch.where(fp8_max == E4M3.max, e4m3, e5m2), 1.0)
+        return torch.where(amax > 0, cls.scales(recipe, amax, fp8_max)[0], 1.0)
 
     def quantize(self, x: Tensor, columns: Columns) -> Quantized:
         if self._fuses:

@@ -34,10 +34,12 @@ static inline uint32_t largest(const uint16_t *x, int64_t n)
     return (uint32_t)amax << 16;
 }
 
-static inline int zeros(const uint16_t *x, int n)
+/* Values other than 0 that became 0, of n <= CHUNK. */
+static inline int vanished(const uint16_t *restrict x, const uint16_t *restrict value, int n)
 {
-    uint16_t count = 0; /* CHUNK fits */
-    for (int i = 0; i < n; i++) count += (x[i] & 0x7fffu) == 0;
+    uint16_t count = 0;
+    for (int i = 0; i < n; i++)
+        count += (uint16_t)((value[i] & 0x7fffu) == 0) & (uint16_t)((x[i] & 0x7fffu) != 0);
     return count;
 }
 

@@ -23,6 +23,6 @@ class MXFP8Quantizer(Blockwise):
     mx = True
 
     @classmethod
-    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
         exponent = scaling.amax_to_exponent(amax, fp8_max)
         return scaling.exponent_to_scale(exponent), scaling.exponent_to_scale_inv(exponent)

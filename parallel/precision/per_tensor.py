@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel.precision import scaling
-from parallel.precision.formats import E4M3, E5M2, saturating_cast, upcast
+from parallel.precision.formats import saturating_cast, upcast
 from parallel.precision.quantizers import Columns, Factor, Kept, Quantized, Quantizer, StateRow
 from parallel.precision.recipes import Recipe
 
@@ -91,8 +91,7 @@ class CurrentQuantizer(_PerTensor):
 
     @classmethod
     def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
-        e4m3, e5m2 = (_scale(recipe, amax, format.max) for format in (E4M3, E5M2))
-        return torch.where(fp8_max == E4M3.max, e4m3, e5m2)
+        return _scale(recipe, amax, fp8_max)
 
     def quiet(self) -> Quantizer:
         """As everywhere, and with a scale of its own, since each tensor sets it anew."""
@@ -107,7 +106,7 @@ class CurrentQuantizer(_PerTensor):
         self.row.scale.copy_(_scale(self.recipe, amax, self.format.max))
 
 
-def _scale(recipe: Recipe, amax: Tensor, fp8_max: float) -> Tensor:
+def _scale(recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> Tensor:
     return scaling.amax_to_scale(
         amax, fp8_max, epsilon=recipe.epsilon, power_of_two=recipe.power_of_two
     )

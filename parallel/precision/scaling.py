@@ -38,7 +38,7 @@ def tensor_to_amax(x: Tensor) -> Tensor:
 
 def amax_to_scale(
     amax: Tensor,
-    fp8_max: float,
+    fp8_max: float | Tensor,
     *,
     epsilon: float = 0.0,
     power_of_two: bool = False,
@@ -51,9 +51,11 @@ def amax_to_scale(
     ``power_of_two`` the mantissa is cut off, which rounds the scale down.
     """
     amax = torch.where(amax < epsilon, epsilon, amax)
-    # Two tensors: a number divided by a tensor is its reciprocal times the number in
-    # PyTorch, which rounds twice.
-    scale = torch.full_like(amax, fp8_max) / amax
+    if not isinstance(fp8_max, Tensor):
+        # Two tensors: a number divided by a tensor is its reciprocal times the number in
+        # PyTorch, which rounds twice.
+        fp8_max = torch.full_like(amax, fp8_max)
+    scale = fp8_max / amax
     scale = torch.where(torch.isinf(scale), largest, scale)
     # After the overflow check, so that amax = 0 (an infinite quotient) still gives 1.
     scale = torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
@@ -118,7 +120,7 @@ SMALLEST_SCALE_INV = 2.0**-127
 """What the E8M0 exponent 0 stands for; FP32 holds it as a subnormal."""
 
 
-def amax_to_exponent(amax: Tensor, fp8_max: float) -> Tensor:
+def amax_to_exponent(amax: Tensor, fp8_max: float | Tensor) -> Tensor:
     """MXFP8's shared exponent, elementwise: E8M0 of ``amax / fp8_max`` rounded up, uint8.
 
     Rounded up, so that nothing saturates; 0 gives 0, Inf 254, NaN 255. As Transformer Engine's
