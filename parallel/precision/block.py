@@ -27,10 +27,14 @@ class BlockQuantizer(Blockwise):
     mx = False
 
     @classmethod
-    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
-        scale = scaling.amax_to_scale(
+    def scale_of(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> Tensor:
+        return scaling.amax_to_scale(
             amax, fp8_max, epsilon=recipe.epsilon, power_of_two=recipe.power_of_two
         )
+
+    @classmethod
+    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+        scale = cls.scale_of(recipe, amax, fp8_max)
         return scale, scale.reciprocal()
 
     def quantize(self, x: Tensor, columns: Columns) -> Quantized:

@@ -32,13 +32,18 @@ class Blockwise(Quantizer):
 
     @classmethod
     @abstractmethod
-    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
-        """scale and scale_inv of blocks with the largest magnitudes ``amax``, all float32."""
+    def scale_of(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> Tensor:
+        """Scales of blocks with the largest magnitudes ``amax``, float32 of its shape."""
+
+    @classmethod
+    @abstractmethod
+    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
+        """The same, and scale_inv."""
 
     @classmethod
     def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
         """The scale of the block that holds the largest magnitude: the smallest of all."""
-        return torch.where(amax > 0, cls.scales(recipe, amax, fp8_max)[0], 1.0)
+        return torch.where(amax > 0, cls.scale_of(recipe, amax, fp8_max), 1.0)
 
     def quantize(self, x: Tensor, columns: Columns) -> Quantized:
         if self._fuses:

@@ -23,6 +23,10 @@ class MXFP8Quantizer(Blockwise):
     mx = True
 
     @classmethod
-    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> tuple[Tensor, Tensor]:
+    def scale_of(cls, recipe: Recipe, amax: Tensor, fp8_max: float | Tensor) -> Tensor:
+        return scaling.exponent_to_scale(scaling.amax_to_exponent(amax, fp8_max))
+
+    @classmethod
+    def scales(cls, recipe: Recipe, amax: Tensor, fp8_max: float) -> tuple[Tensor, Tensor]:
         exponent = scaling.amax_to_exponent(amax, fp8_max)
         return scaling.exponent_to_scale(exponent), scaling.exponent_to_scale_inv(exponent)
