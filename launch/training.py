@@ -34,9 +34,9 @@ from launch.commands import (
     SetPrecision,
     Stop,
 )
-from launch.config import RunConfig
 from launch.data import DataError, TokenStream, batch_of
 from launch.drills import Drills
+from launch.engine import engine_of
 from launch.mailbox import Mailbox
 from launch.process_group import agree, join, require_same
 from launch.random_state import RandomState
@@ -55,7 +55,7 @@ from launch.snapshots import (
 )
 from launch.state_block import load_into, unpack
 from parallel.config import Precision
-from parallel.engine import Engine, StepResult, TrainingNumbers, build_engine
+from parallel.engine import StepResult
 
 WRITE_TIMEOUT_S = 600.0
 """How long a rank that ends waits for its last checkpoint file."""
@@ -130,7 +130,7 @@ class TrainingLoop:
         self._world = join(assignment)
         self._stream = TokenStream(run.data, run.training.seq_len)
         require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
-        self._engine = _engine_of(run)
+        self._engine = engine_of(run)
         self._announce_backend()
         self._random = RandomState()
         self._tensors = {**self._engine.live_tensors(), **self._random.tensors}
@@ -353,30 +353,3 @@ class TrainingLoop:
         self._reporter.close()
         dist.destroy_process_group()
         return RankResult(self._assignment.rank, self._step, reason, detail)
-
-
-def _engine_of(run: RunConfig) -> Engine:
-    training = run.training
-    assert training.train_micro_batch_size_per_gpu is not None
-    assert training.gradient_accumulation_steps is not None
-    numbers = TrainingNumbers(
-        micro_batch_size=training.train_micro_batch_size_per_gpu,
-        accumulation_steps=training.gradient_accumulation_steps,
-        seq_len=training.seq_len,
-        betas=training.betas,
-        eps=training.eps,
-        weight_decay=training.weight_decay,
-        max_norm=training.max_norm,
-        seed=training.seed,
-        recompute=training.recompute,
-    )
-    return build_engine(
-        parallelism=run.parallelism,
-        model=run.model,
-        numbers=numbers,
-        precision=run.precision,
-        fp8=run.fp8,
-        communication_data_type=run.communication_data_type,
-        gradient_exchange=run.gradient_exchange,
-        deepspeed=run.deepspeed,
-    )

@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 from launch.data import TokenStream, batch_of
+from launch.engine import engine_of
 from launch.schedule import lr_at
 from orchestrator.spec import JobSpec, load_spec
-from parallel.config import FP8Config, GradientExchangeConfig, ParallelismConfig
-from parallel.engine import MicroBatch, TrainingNumbers, build_engine
+from parallel.config import FP8Config
+from parallel.engine import MicroBatch
 
 DEMO = Path(__file__).parents[2] / "deploy/jobs/demo.yaml"
 RECIPES = ("bf16", "delayed", "current", "block", "mxfp8")
@@ -49,24 +50,20 @@ def losses(recipe: str, seed: int, steps: int) -> list[float]:
     training = demo.training.model_copy(update={"steps": steps, "seed": seed})
     assert training.train_batch_size is not None
     count = training.train_batch_size // MICRO_BATCH
-    engine = build_engine(
-        parallelism=ParallelismConfig(pipeline=1, data=1, zero_stage=demo.parallelism.zero_stage),
-        model=demo.model,
-        numbers=TrainingNumbers(
-            micro_batch_size=MICRO_BATCH,
-            accumulation_steps=count,
-            seq_len=training.seq_len,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            max_norm=training.max_norm,
-            seed=seed,
-        ),
-        precision="bf16" if recipe == "bf16" else "fp8",
-        fp8=_fp8(demo, recipe),
-        communication_data_type="fp32",
-        gradient_exchange=GradientExchangeConfig(),
+    batch_shape = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": count,
+    }
+    run = demo.model_copy(
+        update={
+            "parallelism": demo.parallelism.model_copy(update={"pipeline": 1, "data": 1}),
+            "training": training.model_copy(update=batch_shape),
+            "precision": "bf16" if recipe == "bf16" else "fp8",
+            "fp8": _fp8(demo, recipe),
+            "communication_data_type": "fp32",
+        }
     )
+    engine = engine_of(run)
     stream = TokenStream(demo.data, training.seq_len)
 
     def batches(step: int) -> Iterator[MicroBatch]:

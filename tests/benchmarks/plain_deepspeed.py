@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from launch.data import TokenStream, batch_of
+from launch.engine import engine_of
 from launch.schedule import lr_at
 from orchestrator.spec import load_spec
-from parallel.engine import TrainingNumbers, build_engine
 
 
 def main() -> None:
@@ -40,25 +40,7 @@ def main() -> None:
 
     job = load_spec(arguments.spec)
     training = job.training
-    engine = build_engine(
-        parallelism=job.parallelism,
-        model=job.model,
-        numbers=TrainingNumbers(
-            micro_batch_size=training.train_micro_batch_size_per_gpu,
-            accumulation_steps=training.gradient_accumulation_steps,
-            seq_len=training.seq_len,
-            betas=training.betas,
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-            max_norm=training.max_norm,
-            seed=training.seed,
-        ),
-        precision=job.precision,
-        fp8=job.fp8,
-        communication_data_type=job.communication_data_type,
-        gradient_exchange=job.gradient_exchange,
-        deepspeed=job.deepspeed,
-    )
+    engine = engine_of(job)
     stream = TokenStream(job.data, training.seq_len)
     rows = []
     for step in range(arguments.steps or training.steps):
