@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -28,13 +29,13 @@ def losses(steps: list[StepRecord]) -> list[tuple[int, str]]:
 
 def rank_pids() -> set[int]:
     """This Ray's living rank processes."""
-    me = psutil.Process()
-    session = {child.pid for child in me.children(recursive=True)}
-    return {
-        pid
-        for pid in session
-        if any("ray::Worker" in part for part in psutil.Process(pid).cmdline()[:1])
-    }
+    pids = set()
+    for child in psutil.Process().children(recursive=True):
+        # It may end between being listed and being asked; a zombie has ended.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("ray::Worker" in part for part in child.cmdline()[:1]):
+                pids.add(child.pid)
+    return pids
 
 
 def kinds(actions: list[Action]) -> list[str]:
