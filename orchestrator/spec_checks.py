@@ -135,15 +135,19 @@ def _degrees(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _zero_stage(spec: JobSpec) -> Iterator[Finding]:
-    if spec.parallelism.zero_stage < 2:
-        return
-    reasons = ["is not offered yet"]
-    if spec.parallelism.pipeline > 1:
-        reasons.append("doesn't go with pipeline stages")
-    if spec.communication_data_type == "fp8":
-        reasons.append("bypasses the FP8 gradient exchange")
-    message = f"ZeRO stage {spec.parallelism.zero_stage} " + ", and ".join(reasons)
-    yield Finding(ZERO_STAGE, message, "make it 0 or 1")
+    stage = spec.parallelism.zero_stage
+    if stage == 3:
+        message = (
+            "ZeRO 3 shards the parameters too, and gathers and frees them in every layer: FP8 "
+            "layers, snapshots and the gradient exchange take whole ones"
+        )
+        remedy = "make it 1, and raise parallelism.tensor or parallelism.pipeline to save memory"
+        yield Finding(ZERO_STAGE, message, remedy)
+    elif stage == 2:
+        reasons = ["ZeRO stage 2 is not offered yet"]
+        if spec.parallelism.pipeline > 1:
+            reasons.append("doesn't go with pipeline stages")
+        yield Finding(ZERO_STAGE, ", and ".join(reasons), "make it 0 or 1")
 
 
 def _stages(spec: JobSpec) -> Iterator[Finding]:
