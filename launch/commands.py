@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from launch.config import RunConfig
-from parallel.config import Precision
+from parallel.config import ExchangeDtype, Precision
 from parallel.precision.choice import BackendChoice
 
 
@@ -41,6 +41,13 @@ class SetPrecision:
 
 
 @dataclass(frozen=True, slots=True)
+class SetExchange:
+    """What gradients cross the network in, from the next step on."""
+
+    dtype: ExchangeDtype
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop after this step; with a durable checkpoint first if asked."""
 
@@ -48,7 +55,7 @@ class Stop:
     checkpoint: bool = True
 
 
-Order = Rollback | SetPrecision | Stop
+Order = Rollback | SetPrecision | SetExchange | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,9 @@ class Assignment:
     """Layers that differ from the spec's precision."""
     lr_scale: float
     fired_drills: tuple[int, ...]
+    exchange: ExchangeDtype | None = None
+    """What gradients cross the network in, whatever the state restored says; None: as it
+    says, or as the spec does."""
     envs: Mapping[str, str] = field(default_factory=dict)
     """The spec's ``envs``."""
 

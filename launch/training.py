@@ -8,9 +8,10 @@ are the same; a command takes effect on all ranks at the same step boundary; has
 shipping, writing and reporting are other threads' work. Ray-free: whoever runs it brings
 an outbox and a store.
 
-Control state (skip ledger, precision, learning-rate factor, timeline) belongs to the
-supervisor: it comes with the assignment and changes by command only. A rollback brings
-back tensors, counters and generators; the precision in force stays, changed by the command.
+Control state (skip ledger, precision, dtype of the gradient exchange, learning-rate factor,
+timeline) belongs to the supervisor: it comes with the assignment and changes by command only.
+A rollback brings back tensors, counters and generators; the precision in force stays, changed
+by the command, and so does the exchange's dtype.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from launch.commands import (
     RestorePoint,
     Rollback,
     RollbackReport,
+    SetExchange,
     SetPrecision,
     Stop,
 )
@@ -137,6 +139,8 @@ class TrainingLoop:
         if assignment.restore is not None:
             self._restore(assignment.restore)
         self._engine.set_precision(assignment.precision)
+        if assignment.exchange is not None:
+            self._engine.set_exchange(assignment.exchange)
         self._ring = SnapshotRing(run.snapshots.keep, self._tensors, len(str(self._meta())))
         self._shipper = Shipper(
             self._ring, self._keeper, Path(assignment.job_dir), self._reporter.send
@@ -179,6 +183,8 @@ class TrainingLoop:
                 restoring_s += self._roll_back(order)
             elif isinstance(order, SetPrecision):
                 self._engine.set_precision(order.precision)
+            elif isinstance(order, SetExchange):
+                self._engine.set_exchange(order.dtype)
             else:
                 self._stop = order
         return restoring_s
@@ -186,11 +192,13 @@ class TrainingLoop:
     def _roll_back(self, order: Rollback) -> float:
         started = time.perf_counter()
         in_force: dict[str, Precision] = self._engine.scope.precision()
+        exchange = self._engine.exchange.dtype
         self._shipper.drop_after(order.to_step)
         meta = self._ring.restore(order.to_step, self._assignment.rank)
         self._engine.load_meta(meta["engine"])
         self._random.restore()
         self._engine.set_precision({**in_force, **(order.precision or {})})
+        self._engine.set_exchange(exchange)
         self._step = order.to_step
         self._timeline = order.timeline
         self._ledger |= set(order.skip_batches)

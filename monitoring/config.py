@@ -33,6 +33,13 @@ class DetectionConfig(_Section):
     """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated."""
     saturation_patience: int = Field(1, ge=1)
     """Successive steps of saturation before it is an incident."""
+    exchange_error: float | None = Field(None, gt=0)
+    """Rounding error of the FP8 gradient exchange, its norm over the gradient's, that is too
+    large. Unset: 0.04 for E4M3, 0.08 for E5M2, half more than evenly spread values lose; a
+    format's most is 0.06 and 0.11."""
+    exchange_error_steps: int = Field(8, ge=1)
+    """Steps above it, among the last ``exchange_error_window``, that make an incident."""
+    exchange_error_window: int = Field(16, ge=1)
     settle_steps: int = Field(8, ge=0)
     """Steps after a start, a rollback or a precision change in which spikes are not reported."""
 

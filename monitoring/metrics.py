@@ -21,6 +21,8 @@ SKIPPED = "train/skipped"
 COMM_BYTES = "comm/bytes"
 COMM_RATIO = "comm/compression_ratio"
 COMM_ERROR = "comm/relative_error"
+COMM_BITS = "comm/wire_bits"
+"""Bits an element that gradients cross the network in: 8, 16 after a fallback, or 32."""
 COMM_SECONDS = ("quantize_s", "wire_s", "dequantize_s")
 """Where an exchange's time went, as ``comm/{name}``; mean over the ranks."""
 
@@ -69,6 +71,8 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
         values[COMM_BYTES] = sent
         values[COMM_RATIO] = record.comm.get("uncompressed_bytes", sent) / sent
         values[COMM_ERROR] = record.comm.get("relative_error", 0.0)
+        if "wire_bits" in record.comm:
+            values[COMM_BITS] = record.comm["wire_bits"]
         parts = [name for name in COMM_SECONDS if name in record.comm]
         values |= {f"comm/{name}": record.comm[name] for name in parts}
     values.update(_tensor_metrics(record, worst, fp8_format))

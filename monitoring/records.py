@@ -24,10 +24,15 @@ IncidentKind = Literal[
     "loss_spike",
     "grad_norm_spike",
     "amax_saturation",
+    "exchange_error",
     "rank_died",
     "rank_hung",
     "supervisor_lost",
 ]
+
+
+EXCHANGE_BITS: Mapping[int, str] = {8: "fp8", 16: "bf16", 32: "fp32"}
+"""Bits an element on the network → the word of a spec's ``communication_data_type``."""
 
 
 def encode_float(value: float) -> float | str:
@@ -92,7 +97,8 @@ class StepRecord:
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose local gradient was not finite, before any exchange."""
     comm: Mapping[str, float] = field(default_factory=dict)
-    """``bytes``, ``uncompressed_bytes``, ``relative_error`` of the gradient exchange, a rank."""
+    """``bytes``, ``uncompressed_bytes``, ``relative_error`` of the gradient exchange, a rank;
+    ``wire_bits`` an element of the matrices' gradients, ``EXCHANGE_BITS`` of its dtype."""
     tensors: Mapping[str, TensorStats] = field(default_factory=dict)
     """Statistics by ``"{layer}/{role}"``, as ``layers.3.mlp.down/input``."""
     high_precision_layers: tuple[str, ...] = ()

@@ -228,6 +228,8 @@ def _action(episode: Episode, action: Row) -> str:
         facts["batches skipped"] = _ranges(action["skip_batches"])
     if action.get("lr_scale") is not None:
         facts["learning rate"] = f"× {action['lr_scale']:g}"
+    if action.get("exchange") is not None:
+        facts["gradients travel in"] = str(action["exchange"]).upper()
     body += _facts(facts)
     passed = action.get("passed_over", ())
     if passed:

@@ -6,13 +6,13 @@ Promises: ``summarize`` is pure and gives strict JSON (non-finite numbers as ``"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from monitoring.detectors.baseline import median
 from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
-from monitoring.records import StepRecord, encode_float
+from monitoring.records import EXCHANGE_BITS, StepRecord, encode_float
 
 
 @dataclass(slots=True)
@@ -130,7 +130,14 @@ def summarize(view: JobView) -> dict[str, Any]:
         # A job that was resumed has had an attempt more, without an action of the policy.
         "restarts": max(totals.restarts, attempts - 1),
         "high_precision_layers": list(totals.high_precision_layers),
+        "gradient_exchange": _exchange(kept),
     }
+
+
+def _exchange(kept: Sequence[StepRecord]) -> str | None:
+    """What gradients crossed the network in, in the last step; None where nothing did."""
+    comm = kept[-1].comm if kept else {}
+    return EXCHANGE_BITS.get(int(comm.get("wire_bits", 0))) if comm.get("bytes") else None
 
 
 def _json(value: float | None) -> float | str | None:
@@ -148,7 +155,7 @@ def _short_incident(row: Row) -> dict[str, Any]:
 def _short_action(view: JobView, row: Row) -> dict[str, Any]:
     """The action; of a restart, ``to_step`` is where the next attempt really started."""
     keys = ("kind", "attempt", "timeline", "step", "time", "reason", "to_step", "lr_scale")
-    short: dict[str, Any] = {key: row.get(key) for key in keys}
+    short: dict[str, Any] = {key: row.get(key) for key in (*keys, "exchange")}
     found = landing(view, row)
     short["to_step"] = found.step if found else row.get("to_step")
     short["tier"] = found.tier if found else None

@@ -295,7 +295,10 @@ def _incident_row(row: Row) -> list[Any]:
 
 
 def _action_row(row: Row) -> list[Any]:
-    precision = ", ".join(f"{k} → {v}" for k, v in row.get("precision", {}).items())
+    moved = dict(row.get("precision", {}))
+    if row.get("exchange") is not None:
+        moved["gradient exchange"] = row["exchange"]
+    precision = ", ".join(f"{k} → {v}" for k, v in moved.items())
     passed = "; ".join(f"{p['rung']}: {p['why']}" for p in row.get("passed_over", ()))
     to_step = row.get("to_step")
     return [

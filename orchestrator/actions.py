@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from monitoring.records import Incident
-from parallel.config import Precision
+from parallel.config import ExchangeDtype, Precision
 
 ActionKind = Literal[
     "none",
     "skip_step",
+    "exchange_bf16",
+    "exchange_fp8",
     "rollback",
     "layer_fallback",
     "return_to_fp8",
@@ -61,6 +63,8 @@ class Action:
     precision: Mapping[str, Precision] = field(default_factory=dict)
     lr_scale: float | None = None
     """New factor on the learning rate; None: unchanged."""
+    exchange: ExchangeDtype | None = None
+    """What gradients cross the network in from now on; None: unchanged."""
     passed_over: tuple[PassedOver, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -114,3 +118,5 @@ class History:
     batches: Mapping[int, int]
     """Recent steps of this timeline → batch index each used."""
     last_incident_step: int | None
+    exchange: ExchangeDtype | None = None
+    """What gradients cross the network in; None: not decided yet."""

@@ -57,6 +57,7 @@ def assignments(
                     precision=precision,
                     lr_scale=facts.lr_scale,
                     fired_drills=tuple(sorted(facts.fired_drills)),
+                    exchange=facts.exchange,
                     envs=dict(spec.envs),
                 )
             )

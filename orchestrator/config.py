@@ -36,6 +36,8 @@ class RecoveryConfig(_Section):
     """Rollbacks that only skip batches."""
     max_layer_fallbacks: int = Field(10, ge=0)
     """Rollbacks that move suspect layers to BF16."""
+    max_exchange_fallbacks: int = Field(2, ge=0)
+    """Times that the gradient exchange may fall back to BF16; after the last it stays there."""
     max_suspects: int = Field(4, ge=1)
     """Layers moved at most by one action."""
     lr_factor: float = Field(0.5, gt=0, lt=1)
@@ -45,7 +47,7 @@ class RecoveryConfig(_Section):
     horizon: int = Field(200, ge=1)
     """Steps within which an incident counts as the same trouble recurring."""
     calm_steps: int = Field(100, ge=1)
-    """Healthy steps after which layers return to FP8."""
+    """Healthy steps after which layers, and the gradient exchange, return to FP8."""
     init_timeout_s: float = Field(300.0, gt=0)
     """Seconds an attempt may take from its start to its first step."""
     step_timeout_s: float | None = Field(None, gt=0)

@@ -15,6 +15,8 @@ from orchestrator.config import RecoveryConfig
 LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung", "supervisor_lost"})
 """Ranks are gone, or all of them with their supervisor: only another attempt helps."""
 DIVERGENCE: frozenset[IncidentKind] = frozenset({"nonfinite", "loss_spike", "grad_norm_spike"})
+EXCHANGE: frozenset[IncidentKind] = frozenset({"exchange_error"})
+"""Training is sound, its gradients are only rounded coarsely on the way."""
 SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation"})
 
 

@@ -13,7 +13,7 @@ from monitoring.amax import split_name
 from monitoring.records import StepRecord
 from orchestrator.actions import Action, History, Restorable
 from orchestrator.protocol import ResumeState
-from parallel.config import Precision
+from parallel.config import ExchangeDtype, Precision
 
 REMEMBERED_STEPS = 8192
 """Steps whose batch is remembered; a rollback never skips further back than a ring reaches."""
@@ -30,6 +30,8 @@ class JobFacts:
         self.precision: dict[str, Precision] = dict(resume.precision)
         self.ledger: tuple[int, ...] = tuple(resume.ledger)
         self.lr_scale = resume.lr_scale
+        self.exchange: ExchangeDtype | None = resume.exchange
+        """What gradients cross the network in; None: not decided yet."""
         self.fired_drills: set[int] = set(resume.fired_drills)
         self.fp8_layers: tuple[str, ...] = ()
         self.batches: OrderedDict[int, int] = OrderedDict()
@@ -63,6 +65,7 @@ class JobFacts:
         self.ledger = tuple(sorted({*self.ledger, *action.skip_batches}))
         if action.lr_scale is not None:
             self.lr_scale = action.lr_scale
+        self.exchange = action.exchange or self.exchange
         if action.in_place and action.to_step is not None:
             self.timeline += 1
             self.step = action.to_step - 1
@@ -86,6 +89,7 @@ class JobFacts:
             ledger=self.ledger,
             batches=dict(self.batches),
             last_incident_step=self.last_incident_step,
+            exchange=self.exchange,
         )
 
     def _switchable(self, record: StepRecord) -> tuple[str, ...]:

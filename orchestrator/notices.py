@@ -147,6 +147,7 @@ def decided(action: Action) -> Notice:
             "skip_batches": list(action.skip_batches),
             "precision": dict(action.precision),
             "lr_scale": action.lr_scale,
+            "exchange": action.exchange,
             "passed_over": [f"{p.rung}: {p.why}" for p in action.passed_over],
         },
     )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.recovery import Action
 from orchestrator.spec import JobSpec
-from parallel.config import Precision
+from parallel.config import ExchangeDtype, Precision
 
 NAMESPACE = "octavo"
 CONTROLLER_ACTOR = "octavo-controller"
@@ -104,6 +104,8 @@ class ResumeState:
     nodes: tuple[NodeSlot, ...]
     placement_group: str
     """Hex id of the job's placement group."""
+    exchange: ExchangeDtype | None = None
+    """What gradients cross the network in; None: not decided yet."""
 
 
 @dataclass(frozen=True, slots=True)

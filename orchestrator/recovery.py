@@ -16,6 +16,7 @@ from orchestrator.actions import Action, ActionKind, History, PassedOver, Restor
 from orchestrator.config import RecoveryConfig
 from orchestrator.evidence import LOST_RANK
 from orchestrator.rungs import (
+    ExchangeBF16,
     Exhausted,
     LayerFallback,
     LowerLR,
@@ -23,6 +24,7 @@ from orchestrator.rungs import (
     Rollback,
     Rung,
     SkipStep,
+    Watch,
     WholeBF16,
     drafted,
 )
@@ -35,17 +37,20 @@ __all__ = [
     "PassedOver",
     "Restorable",
     "decide",
+    "exchange_to_fp8",
     "return_to_fp8",
 ]
 
 # The mildest remedy first; Exhausted answers everything, so it is the last.
 LADDER: tuple[Rung, ...] = (
     SkipStep(),
+    ExchangeBF16(),
     Rollback(),
     LayerFallback(),
     WholeBF16(),
     LowerLR(),
     Restart(),
+    Watch(),
     Exhausted(),
 )
 
@@ -97,6 +102,32 @@ def return_to_fp8(history: History, policy: RecoveryConfig) -> Action:
     reason = f"{', '.join(ready)} back to FP8 after {calm} healthy steps{kept}."
     action = drafted("return_to_fp8", (), history, reason)
     return replace(action, precision=dict.fromkeys(ready, "fp8"))
+
+
+def exchange_to_fp8(history: History, policy: RecoveryConfig) -> Action:
+    """The exchange back to FP8 after ``calm_steps`` healthy steps, or ``none`` with the reason.
+
+    Counted from the newest of the last incident and the last fallback. Once the budget of
+    fallbacks is spent it stays in BF16: nothing could be done about it again.
+    """
+    moves = [a for a in history.actions if a.kind in ("exchange_bf16", "exchange_fp8")]
+    if not moves or moves[-1].kind == "exchange_fp8":
+        return drafted("none", (), history, "The gradient exchange has not fallen back.")
+    fallbacks = sum(action.kind == "exchange_bf16" for action in moves)
+    if fallbacks >= policy.max_exchange_fallbacks:
+        reason = (
+            f"The gradient exchange stays in BF16: {fallbacks} of "
+            f"recovery.max_exchange_fallbacks = {policy.max_exchange_fallbacks} are used."
+        )
+        return drafted("none", (), history, reason)
+    seen = -1 if history.last_incident_step is None else history.last_incident_step
+    since = max(moves[-1].step, seen)
+    calm = history.step - since
+    if calm < policy.calm_steps:
+        reason = f"{calm} healthy steps since step {since}; {policy.calm_steps} are asked for."
+        return drafted("none", (), history, reason)
+    reason = f"Gradients cross the network in FP8 again after {calm} healthy steps."
+    return replace(drafted("exchange_fp8", (), history, reason), exchange="fp8")
 
 
 def fallen_again(history: History) -> set[str]:

@@ -14,7 +14,7 @@ from launch.config import KillRank
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.spec import JobSpec
-from parallel.config import Precision
+from parallel.config import ExchangeDtype, Precision
 
 REPORT_LAG = 64
 """Steps that a rank may have run without their record being stored when it dies."""
@@ -29,6 +29,8 @@ class Standing:
     precision: Mapping[str, Precision]
     """Layers that differ from the spec's precision."""
     lr_scale: float
+    exchange: ExchangeDtype | None
+    """What gradients cross the network in; None: not decided yet."""
 
 
 def standing(spec: JobSpec, actions: Sequence[Action]) -> Standing:
@@ -36,6 +38,7 @@ def standing(spec: JobSpec, actions: Sequence[Action]) -> Standing:
     timeline, lr_scale = 0, 1.0
     ledger: set[int] = set()
     precision: dict[str, Precision] = {}
+    exchange: ExchangeDtype | None = spec.communication_data_type
     for action in actions:
         if action.to_step is not None and action.in_place:
             # A rollback begins the timeline after the one it was decided in. What ends
@@ -45,8 +48,9 @@ def standing(spec: JobSpec, actions: Sequence[Action]) -> Standing:
         precision.update(action.precision)
         if action.lr_scale is not None:
             lr_scale = action.lr_scale
+        exchange = action.exchange or exchange
     differing = {layer: p for layer, p in precision.items() if p != spec.precision}
-    return Standing(timeline, tuple(sorted(ledger)), differing, lr_scale)
+    return Standing(timeline, tuple(sorted(ledger)), differing, lr_scale, exchange)
 
 
 def fired_drills(

@@ -11,6 +11,8 @@ What decides is evidence:
 - trouble without a trace in FP8 is answered by going back and skipping the batches that
   the touched steps used;
 - a layer that saturated in FP8 goes to BF16 at once: other batches would not cure it;
+- gradients that the exchange rounds too coarsely, and nothing else, cross the network in
+  BF16: no state is bad, so nothing is rolled back;
 - what comes back within the horizon was not cured, and climbs. Loss, gradient norm and
   non-finite values are symptoms of one trouble (divergence); saturation is another.
 """
@@ -25,6 +27,7 @@ from monitoring.records import Incident
 from orchestrator.actions import Action, ActionKind, History, PassedOver
 from orchestrator.config import RecoveryConfig
 from orchestrator.evidence import (
+    EXCHANGE,
     LOST_RANK,
     cause,
     count,
@@ -87,14 +90,17 @@ def going_back(
     )
 
 
-def only_lost_ranks(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOver | None:
-    """Remedies of training are no answer to a lost rank.
+def no_instability(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOver | None:
+    """Remedies of training are no answer to a lost rank, nor to a coarse exchange.
 
-    Nor is a non-finite step beside one: its update was left out, and if it comes back
-    the next attempt sees it.
+    Nor to a non-finite step beside a lost rank: its update was left out, and if it comes
+    back the next attempt sees it.
     """
+    if all(incident.kind in EXCHANGE for incident in incidents):
+        return PassedOver(kind, "rounding in the exchange is no instability of training")
     lost = any(incident.kind in LOST_RANK for incident in incidents)
-    if lost and all(i.kind in LOST_RANK or i.kind == "nonfinite" for i in incidents):
+    harmless = LOST_RANK | EXCHANGE | {"nonfinite"}
+    if lost and all(incident.kind in harmless for incident in incidents):
         return PassedOver(kind, "a lost rank is no instability of training")
     return None
 
@@ -134,6 +140,31 @@ class SkipStep:
         return drafted(self.kind, incidents, history, reason)
 
 
+class ExchangeBF16:
+    """Answers an exchange in FP8 whose rounding error is too large: gradients go in BF16.
+
+    Beside another trouble it waits: whatever is done about that may cure this, and the
+    detector speaks again if it doesn't.
+    """
+
+    kind: ActionKind = "exchange_bf16"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if not any(incident.kind in EXCHANGE for incident in incidents):
+            return PassedOver(self.kind, "the exchange's rounding is within its limit")
+        if others := sorted({i.kind for i in incidents if i.kind not in EXCHANGE}):
+            return PassedOver(self.kind, f"{', '.join(others)} comes first")
+        if history.exchange != "fp8":
+            return PassedOver(self.kind, "gradients don't cross the network in FP8 any more")
+        budget = policy.max_exchange_fallbacks
+        if refused := spent(self.kind, history, "max_exchange_fallbacks", budget):
+            return refused
+        reason = f"Gradients cross the network in BF16 from here on: {cause(incidents)}."
+        return replace(drafted(self.kind, incidents, history, reason), exchange="bf16")
+
+
 class Rollback:
     """Answers instability that no FP8 layer explains: other batches, the same precision."""
 
@@ -142,7 +173,7 @@ class Rollback:
     def consider(
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
-        if refused := only_lost_ranks(self.kind, incidents):
+        if refused := no_instability(self.kind, incidents):
             return refused
         # A non-finite value spreads through every layer it meets: it names no cause.
         telling = [incident for incident in incidents if incident.kind != "nonfinite"]
@@ -173,7 +204,7 @@ class LayerFallback:
     def consider(
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
-        if refused := only_lost_ranks(self.kind, incidents):
+        if refused := no_instability(self.kind, incidents):
             return refused
         suspects = fp8_suspects(incidents, history, policy)
         if not suspects:
@@ -195,7 +226,7 @@ class WholeBF16:
     def consider(
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
-        if refused := only_lost_ranks(self.kind, incidents):
+        if refused := no_instability(self.kind, incidents):
             return refused
         layers = fp8_now(history)
         if not layers:
@@ -215,7 +246,7 @@ class LowerLR:
     def consider(
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
-        if refused := only_lost_ranks(self.kind, incidents):
+        if refused := no_instability(self.kind, incidents):
             return refused
         if refused := spent(self.kind, history, "max_lr_cuts", policy.max_lr_cuts):
             return refused
@@ -244,6 +275,20 @@ class Restart:
             )
         reason = f"Restart from the newest state that all ranks have: {cause(incidents)}."
         return replace(drafted(self.kind, incidents, history, reason), in_place=False)
+
+
+class Watch:
+    """Answers an exchange that is coarse and may not fall back: training goes on with it."""
+
+    kind: ActionKind = "none"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if others := sorted({i.kind for i in incidents if i.kind not in EXCHANGE}):
+            return PassedOver(self.kind, f"{', '.join(others)} can't be left alone")
+        reason = f"Training goes on as it is: {cause(incidents)}."
+        return drafted(self.kind, incidents, history, reason)
 
 
 class Exhausted:

@@ -226,6 +226,10 @@ def _detection(spec: JobSpec) -> Iterator[Finding]:
     if limits.min_history > limits.window:
         message = f"a baseline holds only window = {limits.window} steps, so none is ever trusted"
         yield Finding(("detection", "min_history"), message, f"make it at most {limits.window}")
+    window = limits.exchange_error_window
+    if limits.exchange_error_steps > window:
+        message = f"more than the exchange_error_window = {window} steps that are looked at"
+        yield Finding(("detection", "exchange_error_steps"), message, f"make it at most {window}")
 
 
 def _high_precision(spec: JobSpec) -> Iterator[Finding]:
@@ -305,6 +309,7 @@ _BATCH: tuple[KeyPath, ...] = tuple(
     )
 )
 _WIDTHS: tuple[KeyPath, ...] = tuple(("model", k) for k in ("hidden_size", "num_heads"))
+_EXCHANGE_ERROR = ("exchange_error_steps", "exchange_error_window")
 _SHAPES: tuple[KeyPath, ...] = (*_WIDTHS, ("model", "num_kv_heads"), ("model", "ffn_size"))
 
 CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
@@ -322,7 +327,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("training", "steps"), ("training", "warmup_steps")), _schedule),
     ((("training", "betas"),), _betas),
     (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),
-    (tuple(("detection", k) for k in ("window", "min_history")), _detection),
+    (tuple(("detection", k) for k in ("window", "min_history", *_EXCHANGE_ERROR)), _detection),
     ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
     ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), check_backend),
     ((("fp8",), ("model",), ("training",), ("precision",)), check_backend_model),

@@ -16,6 +16,9 @@ from parallel.config import ModelConfig
 _DEFAULT_MICRO_BATCH = 4
 _FFN_MULTIPLE = 32
 
+EXCHANGE_ERROR = {"e4m3": 0.04, "e5m2": 0.08}
+"""``detection.exchange_error`` by format; see there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -113,12 +116,16 @@ def complete(spec: JobSpec) -> JobSpec:
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
     }
+    detection = {}
+    if spec.detection.exchange_error is None:
+        detection["exchange_error"] = EXCHANGE_ERROR[spec.gradient_exchange.format]
     return spec.model_copy(
         update={
             **slots,
             "parallelism": spec.parallelism.model_copy(update={"data": data}),
             "model": spec.model.model_copy(update=model),
             "training": spec.training.model_copy(update=training),
+            "detection": spec.detection.model_copy(update=detection),
         }
     )
 

@@ -204,6 +204,7 @@ class Store:
             precision=sum_.precision,
             ledger=sum_.ledger,
             lr_scale=sum_.lr_scale,
+            exchange=sum_.exchange,
             fired_drills=fired_drills(row.spec, recorded, self.incidents(job)),
             detector_state=json.loads(detectors) if detectors else None,
             nodes=row.nodes,

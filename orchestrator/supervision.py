@@ -23,6 +23,7 @@ from launch.commands import (
     Report,
     RestorePoint,
     RollbackReport,
+    SetExchange,
     SetPrecision,
     SnapshotReport,
     Stop,
@@ -43,7 +44,7 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.lost_ranks import died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
-from orchestrator.recovery import decide, return_to_fp8
+from orchestrator.recovery import decide, exchange_to_fp8, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import backend_of
@@ -57,6 +58,10 @@ DRAIN_S = 10.0
 """Seconds that the last reports may take after the ranks have ended."""
 STOP_S = 45.0
 """Seconds that a stop may take, its checkpoint included; the controller ends us after 60."""
+
+
+IN_STRIDE = frozenset({"none", "skip_step", "exchange_bf16"})
+"""Answers with which training goes on without a way back."""
 
 
 class Phase(Enum):
@@ -136,6 +141,7 @@ class Supervision:
             "step": facts.step,
             "restorable": [(r.step, r.certified) for r in self._attempt.book.restorable()],
             "high_precision_layers": sorted(facts.precision),
+            "exchange": facts.exchange,
         }
 
     def close(self) -> None:
@@ -229,15 +235,18 @@ class Supervision:
         history = attempt.facts.history(now, attempt.book.restorable())
         action = decide(incidents, history, self._spec.recovery)
         transition = None
-        if action.kind != "skip_step":
+        if action.kind not in IN_STRIDE:
             lost = any(incident.kind in LOST_RANK for incident in incidents)
             transition = (JobState.RECOVERING, Cause.RANK_LOST if lost else Cause.INCIDENT)
         self._journal.decided(action, incidents, transition, self._bank.state_dict())
         way = joined(self._way_back, action, now, attempt.facts.step)
         attempt.facts.apply(action)
         match action.kind:
-            case "skip_step":
+            case "skip_step" | "none":
                 return
+            case "exchange_bf16":
+                assert action.exchange is not None
+                self._post(SetExchange(action.exchange))
             case "fail":
                 self._finish(now, JobState.FAILED, Cause.ERROR, action.reason)
             case "pause":
@@ -252,16 +261,25 @@ class Supervision:
                 self._next_attempt(action.reason, now)
 
     def _calm(self, now: float) -> None:
-        """Layers that have been quiet long enough go back to FP8."""
+        """Layers, and the gradient exchange, that were quiet long enough go back to FP8."""
         attempt = self._attempt
-        if not attempt.facts.precision or self.phase is not Phase.TRAINING:
+        facts = attempt.facts
+        if self.phase is not Phase.TRAINING:
             return
-        history = attempt.facts.history(now, attempt.book.restorable())
-        action = return_to_fp8(history, self._spec.recovery)
-        if action.kind != "none":
+        for fallen, returning in (
+            (bool(facts.precision), return_to_fp8),
+            (facts.exchange == "bf16", exchange_to_fp8),
+        ):
+            if not fallen:
+                continue
+            history = facts.history(now, attempt.book.restorable())
+            action = returning(history, self._spec.recovery)
+            if action.kind == "none":
+                continue
             self._journal.decided(action, (), None, self._bank.state_dict())
-            attempt.facts.apply(action)
-            self._post(SetPrecision(dict(action.precision)))
+            facts.apply(action)
+            back = action.exchange
+            self._post(SetExchange(back) if back else SetPrecision(dict(action.precision)))
 
     def _go_back(self, action: Action, now: float) -> None:
         """Every rank to its own snapshot of ``action.to_step``, as a new timeline."""

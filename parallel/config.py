@@ -184,6 +184,12 @@ class FP8Config(_Section):
         return None
 
 
+ExchangeDtype = Literal["fp8", "bf16", "fp32"]
+"""What gradients cross the network in."""
+EXCHANGE_BITS: dict[ExchangeDtype, int] = {"fp8": 8, "bf16": 16, "fp32": 32}
+"""Bits that a value takes there."""
+
+
 class GradientExchangeConfig(_Section):
     """FP8 exchange of gradients between data-parallel replicas."""
 

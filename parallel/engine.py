@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parallel import engine_state
 from parallel.config import (
+    EXCHANGE_BITS,
     FP8Config,
     GradientExchangeConfig,
     ModelConfig,
@@ -170,12 +171,28 @@ class Engine:
         mine = set(self.scope.layers)
         self.scope.set_precision({name: p for name, p in precision.items() if name in mine})
 
+    def set_exchange(self, dtype: ExchangeDtype) -> None:
+        """Change what the matrices' gradients travel in, between steps, on every rank alike.
+
+        Where FP8 comes back, error feedback begins with nothing: what an exchange of long ago
+        left over is no part of these gradients.
+        """
+        for group in self._groups:
+            if not group.compressed:
+                continue
+            if dtype == "fp8" and group.exchange.dtype != "fp8":
+                for residual in group.exchange.state_tensors().values():
+                    residual.zero_()
+            group.exchange.dtype = dtype
+
     def take_exchange_statistics(self) -> dict[str, float]:
         """Statistics of the gradient exchange since the last call, and reset.
 
-        ``bytes`` and ``uncompressed_bytes`` count all groups, the rest is the matrices'.
+        ``bytes`` and ``uncompressed_bytes`` count all groups, the rest is the matrices';
+        ``wire_bits`` are what a value of theirs takes on the network.
         """
         statistics = self._groups[0].exchange.take_statistics()
+        statistics["wire_bits"] = float(EXCHANGE_BITS[self.exchange.dtype])
         for group in self._groups[1:]:
             theirs = group.exchange.take_statistics()
             for key in ("bytes", "uncompressed_bytes"):
@@ -311,14 +328,13 @@ def build_engine(
         dtype=communication_data_type,
         config=gradient_exchange,
         replicas=replicas,
-        tensor=ranks.tensor,
         device=device,
     )
     everywhere = _of_all_ranks((*scope.layers, *scope.fixed_layers))
     if unmatched := recipes.unmatched_patterns(fp8.high_precision_layers, everywhere):
         raise ValueError("; ".join(unmatched))
     hooks = StepHooks(scope, groups, replicas, ranks.stage)
-    deepspeed_engines.attach(engine, hooks)
+    engine.step_hooks = hooks
     return Engine(
         engine,
         plan=plan,

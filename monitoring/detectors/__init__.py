@@ -9,6 +9,7 @@ for record in records:
 from monitoring.detectors.amax_saturation import AmaxSaturation
 from monitoring.detectors.bank import DetectorBank
 from monitoring.detectors.base import DETECTORS, Detector, build_detectors, register
+from monitoring.detectors.exchange_error import ExchangeError
 from monitoring.detectors.grad_norm_spike import GradNormSpike
 from monitoring.detectors.loss_spike import LossSpike
 from monitoring.detectors.nonfinite import NonFinite
@@ -18,6 +19,7 @@ __all__ = [
     "AmaxSaturation",
     "Detector",
     "DetectorBank",
+    "ExchangeError",
     "GradNormSpike",
     "LossSpike",
     "NonFinite",

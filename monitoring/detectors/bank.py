@@ -25,12 +25,16 @@ from typing import Any
 
 from monitoring.config import DetectionConfig
 from monitoring.detectors.base import Detector, build_detectors
-from monitoring.records import Incident, StepRecord
+from monitoring.records import Incident, IncidentKind, StepRecord
 
 PAST_STEPS = 256
 """Steps back that a rewind can be exact."""
 SAVED_PAST_STATES = 8
 """Past states in ``state_dict`` at most, the newest at multiples of ``save_every``."""
+
+
+IN_STRIDE: frozenset[IncidentKind] = frozenset({"nonfinite", "exchange_error"})
+"""Incidents that are answered without a way back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,8 @@ class DetectorBank:
         hold = state.hold_until
         if hold is not None:
             incidents = []
-        elif any(incident.kind != "nonfinite" for incident in incidents):
-            # A non-finite step alone is dealt with as it is seen: each next one is new.
+        elif any(incident.kind not in IN_STRIDE for incident in incidents):
+            # What is dealt with as it is seen holds nothing back: the next one is new.
             hold = record.step + self.config.settle_steps
         self._state = replace(
             state, detectors=tuple(states), next_step=record.step + 1, hold_until=hold

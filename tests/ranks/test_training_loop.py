@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from launch.commands import (
     RestorePoint,
     Rollback,
     RollbackReport,
+    SetExchange,
     SetPrecision,
     SnapshotReport,
     Stop,
@@ -443,3 +444,55 @@ def test_drills_fire_once_whatever_is_rolled_back(train: Train) -> None:
 def test_a_drill_that_fired_in_an_earlier_attempt_does_not_fire(train: Train) -> None:
     ranks = train(config={"drills": [SURGE, NAN]}, fired_drills=(0, 1))
     assert not any(r.drills or r.skipped for rank in ranks for r in rank.reports)
+
+
+class TestExchange:
+    FEEDBACK: ClassVar[dict[str, Any]] = {
+        "gradient_exchange": {"min_size": 1024, "error_feedback": True}
+    }
+
+    def test_goes_to_bf16_and_back_at_one_step_on_all_ranks(self, train: Train) -> None:
+        posts = [
+            Post(1, SetExchange("bf16"), after=(4, 1, 3, 2)),
+            Post(2, SetExchange("fp8"), after=(7, 5, 5, 6)),
+        ]
+        ranks = train(*posts, config=self.FEEDBACK)
+        plain = train(config=self.FEEDBACK)[0].losses()
+        bits = [[r.comm["wire_bits"] for r in rank.reports] for rank in ranks]
+        assert all(of_rank == bits[0] for of_rank in bits)
+        away = [step for step, n in enumerate(bits[0]) if n == 16]
+        assert away and away == list(range(away[0], away[-1] + 1))
+        assert away[0] >= 5 and 8 <= away[-1] + 1 < STEPS
+        for report in ranks[0].reports:
+            assert (report.comm["relative_error"] > 0) == (report.step not in away)
+        losses = ranks[0].losses()
+        assert all(rank.losses() == losses for rank in ranks)
+        before = range(away[0] + 1)
+        assert [losses[s] for s in before] == [plain[s] for s in before]
+        assert losses[STEPS - 1] != plain[STEPS - 1]
+
+    def test_stays_in_bf16_through_a_rollback_and_a_restart_to_the_bit(self, train: Train) -> None:
+        """Snapshots of both kinds of step: what is in force counts, not what they say."""
+        posts = [
+            Post(1, SetExchange("bf16"), after=_everywhere(step=1)),
+            Post(2, Rollback(to_step=0, timeline=1), after=_everywhere(step=5)),
+        ]
+        back = train(*posts, config=self.FEEDBACK)
+        start = train(exchange="bf16", config=self.FEEDBACK)
+        expected = start[0].losses()
+        for rank in back:
+            assert rank.losses(1) == expected
+            assert {r.comm["wire_bits"] for r in rank.reports if r.timeline == 1} == {16}
+        point = RestorePoint(step=4, tier="memory", attempt=1, timeline=0)
+        calm = train(config=self.FEEDBACK)
+        resumed = train(
+            held=[rank.held for rank in calm],
+            attempt=2,
+            restore=point,
+            exchange="bf16",
+            config=self.FEEDBACK,
+        )
+        for rank in resumed:
+            assert rank.reports[0].comm["wire_bits"] == 16
+            assert rank.losses()[4] == calm[0].losses()[4], "the forward pass of its first step"
+            assert rank.losses() != {s: calm[0].losses()[s] for s in range(4, STEPS)}

@@ -23,6 +23,7 @@ from launch.commands import (
     Report,
     Rollback,
     RollbackReport,
+    SetExchange,
     SetPrecision,
     SnapshotReport,
     Stop,
@@ -54,7 +55,7 @@ def spec(**sections: Any) -> JobSpec:
         "training": {"steps": 200},
         "snapshots": {"every": 5, "keep": 6, "certify_after": 5},
         "checkpoint": {"every": 0},
-        "detection": {"min_history": 6, "settle_steps": 2},
+        "detection": {"min_history": 6, "settle_steps": 2, "exchange_error": 0.04},
         "recovery": {"calm_steps": 20, "horizon": 50},
     }
     for name, section in sections.items():
@@ -121,6 +122,7 @@ class ScriptedController:
             precision=stand.precision,
             ledger=stand.ledger,
             lr_scale=stand.lr_scale,
+            exchange=stand.exchange,
             fired_drills=(),
             detector_state=self.detector_state,
             nodes=(NodeSlot("00" * 28, "127.0.0.1", 0, WORLD),),
@@ -147,6 +149,8 @@ class Script:
     nonfinite: frozenset[int] = frozenset()
     saturated: Callable[[int, str], bool] = lambda step, layer: False
     """(step, layer) that saturates while it computes in FP8."""
+    coarse: Callable[[int], bool] = lambda step: False
+    """Step whose gradients the exchange rounds coarsely while they go in FP8."""
 
 
 @dataclass
@@ -191,6 +195,7 @@ class ScriptedRanks:
         self.timeline = first.timeline
         self.ledger = set(first.ledger)
         self.precision = dict(first.precision)
+        self.exchange = first.exchange
         self.attempt = first.attempt
 
     def ended(self) -> tuple[RankEnd, ...]:
@@ -257,6 +262,8 @@ class ScriptedRanks:
                 )
             elif isinstance(order, SetPrecision):
                 self.precision |= dict(order.precision)
+            elif isinstance(order, SetExchange):
+                self.exchange = order.dtype
             elif isinstance(order, Stop):
                 for rank in range(WORLD):
                     result = RankResult(rank, self.step, "stopped", order.reason)
@@ -284,6 +291,7 @@ class ScriptedRanks:
         loss = self.script.loss(self.step)
         if self.script.spike(self.step, batch):
             loss *= 10
+        fp8 = self.exchange == "fp8"
         names = tuple(f"{layer}/{role}" for layer in LAYERS for role in ("input", "weight"))
         in_bf16 = tuple(name for name in LAYERS if self.precision.get(name) == "bf16")
         stats = np.array([[4.0, 100.0, 0.0, 0.0, 0.0, 1000.0, 0.0, 0.0]] * len(names), np.float32)
@@ -306,7 +314,11 @@ class ScriptedRanks:
             skipped=skipped,
             nonfinite_parameters=(),
             nonfinite_loss=skipped and rank == 0,
-            comm={"bytes": 10.0 * (rank + 1)},
+            comm={
+                "bytes": 10.0 * (rank + 1),
+                "wire_bits": 8.0 if fp8 else 16.0,
+                "relative_error": (0.055 if self.script.coarse(self.step) else 0.026) * fp8,
+            },
             stats=encode(stats),
             stats_names=names,
             high_precision_layers=in_bf16,

@@ -256,7 +256,7 @@ class TestRegistry:
     def test_every_registered_detector_is_built(self):
         assert [d.name for d in build_detectors(CONFIG)] == list(DETECTORS)
         assert set(DETECTORS) == {
-            "nonfinite", "loss_spike", "grad_norm_spike", "amax_saturation",
+            "nonfinite", "loss_spike", "grad_norm_spike", "amax_saturation", "exchange_error",
         }  # fmt: skip
 
     def test_a_name_that_is_taken_is_refused(self):

@@ -8,7 +8,14 @@ from typing import Any
 
 from monitoring.records import Incident, Suspect
 from orchestrator.config import RecoveryConfig
-from orchestrator.recovery import Action, History, Restorable, decide, return_to_fp8
+from orchestrator.recovery import (
+    Action,
+    History,
+    Restorable,
+    decide,
+    exchange_to_fp8,
+    return_to_fp8,
+)
 
 POLICY = RecoveryConfig()
 LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down", "layers.2.mlp.down")
@@ -43,6 +50,7 @@ def history(step: int = 61, **changes: Any) -> History:
         ledger=(),
         batches={s: s for s in range(step + 1)},
         last_incident_step=None,
+        exchange="fp8",
     )
     return replace(base, **changes)
 
@@ -229,11 +237,13 @@ class TestLastRungs:
         assert action.kind == "pause" and action.to_step == 50
         assert [p.rung for p in action.passed_over] == [
             "skip_step",
+            "exchange_bf16",
             "rollback",
             "layer_fallback",
             "whole_bf16",
             "lower_lr",
             "restart",
+            "none",
         ]
 
     def test_on_exhausted_fail_fails(self) -> None:
@@ -334,3 +344,58 @@ def test_an_action_survives_json_with_its_evidence() -> None:
     )
     assert action.passed_over and action.incidents
     assert Action.from_json(json.loads(json.dumps(action.to_json(), allow_nan=False))) == action
+
+
+class TestExchangeBF16:
+    def test_it_answers_a_coarse_exchange_and_rolls_nothing_back(self) -> None:
+        action = act(history(), incident("exchange_error", 61))
+        assert (action.kind, action.exchange) == ("exchange_bf16", "bf16")
+        assert action.to_step is None and not action.skip_batches and not action.precision
+        assert Action.from_json(json.loads(json.dumps(action.to_json()))) == action
+
+    def test_it_leaves_an_instability_to_the_rungs_that_go_back(self) -> None:
+        action = act(history(), incident("exchange_error", 61), incident("loss_spike", 61))
+        assert action.kind == "rollback" and action.exchange is None
+        assert why(action, "exchange_bf16") == "loss_spike comes first"
+
+    def test_an_exchange_that_is_not_in_fp8_is_watched(self) -> None:
+        action = act(history(exchange="bf16"), incident("exchange_error", 61))
+        assert action.kind == "none" and "goes on as it is" in action.reason
+        assert why(action, "rollback") == "rounding in the exchange is no instability of training"
+
+    def test_once_its_budget_is_spent_training_goes_on_without_a_pause(self) -> None:
+        policy = RecoveryConfig(max_exchange_fallbacks=0)
+        action = act(history(), incident("exchange_error", 61), policy=policy)
+        assert action.kind == "none"
+        spent = "0 of recovery.max_exchange_fallbacks = 0 are used"
+        assert why(action, "exchange_bf16") == spent
+
+    def test_an_action_stored_before_there_were_fallbacks_still_loads(self) -> None:
+        row = act(history(), incident("loss_spike", 61)).to_json()
+        del row["exchange"]
+        assert Action.from_json(row).exchange is None
+
+
+class TestExchangeToFP8:
+    FALLEN = act(history(10), incident("exchange_error", 10))
+
+    def fallen(self, step: int, **changes: Any) -> History:
+        values = {"actions": (self.FALLEN,), "exchange": "bf16", "last_incident_step": 10}
+        return history(step, **{**values, **changes})
+
+    def test_it_returns_after_the_calm_stretch_and_not_before(self) -> None:
+        early = exchange_to_fp8(self.fallen(109), POLICY)
+        assert early.kind == "none" and "99 healthy steps since step 10" in early.reason
+        action = exchange_to_fp8(self.fallen(110), POLICY)
+        assert (action.kind, action.exchange) == ("exchange_fp8", "fp8")
+
+    def test_any_incident_begins_the_stretch_anew(self) -> None:
+        assert exchange_to_fp8(self.fallen(110, last_incident_step=50), POLICY).kind == "none"
+
+    def test_the_last_fallback_of_the_budget_is_for_good(self) -> None:
+        again = (self.FALLEN, exchange_to_fp8(self.fallen(110), POLICY), self.FALLEN)
+        answer = exchange_to_fp8(self.fallen(900, actions=again), POLICY)
+        assert answer.kind == "none" and "stays in BF16" in answer.reason
+
+    def test_an_exchange_that_the_spec_has_in_bf16_stays(self) -> None:
+        assert exchange_to_fp8(history(900, exchange="bf16"), POLICY).kind == "none"

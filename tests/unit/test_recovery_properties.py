@@ -11,8 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from monitoring.records import Incident, IncidentKind, Suspect
 from orchestrator.config import RecoveryConfig
-from orchestrator.recovery import LADDER, Action, History, Restorable, decide, return_to_fp8
-from parallel.config import Precision
+from orchestrator.recovery import (
+    LADDER,
+    Action,
+    History,
+    Restorable,
+    decide,
+    exchange_to_fp8,
+    return_to_fp8,
+)
+from parallel.config import ExchangeDtype, Precision
 
 LAYERS = tuple(f"layers.{i}.mlp.down" for i in range(3))
 KINDS: list[IncidentKind] = [
@@ -20,6 +28,7 @@ KINDS: list[IncidentKind] = [
     "loss_spike",
     "grad_norm_spike",
     "amax_saturation",
+    "exchange_error",
     "rank_died",
     "rank_hung",
 ]
@@ -28,6 +37,7 @@ BUDGETS = {
     "rollback": "max_rollbacks",
     "layer_fallback": "max_layer_fallbacks",
     "lower_lr": "max_lr_cuts",
+    "exchange_bf16": "max_exchange_fallbacks",
 }
 
 
@@ -43,6 +53,7 @@ class Job(RuleBasedStateMachine):
             max_rollbacks=st.integers(0, 3),
             max_layer_fallbacks=st.integers(0, 3),
             max_lr_cuts=st.integers(0, 2),
+            max_exchange_fallbacks=st.integers(0, 2),
             max_suspects=st.integers(1, 2),
             horizon=st.integers(1, 40),
             calm_steps=st.integers(1, 20),
@@ -59,6 +70,7 @@ class Job(RuleBasedStateMachine):
         self.precision: dict[str, Precision] = {}
         self.ledger: list[int] = []
         self.lr_scale = 1.0
+        self.exchange: ExchangeDtype = "fp8" if fp8 else "fp32"
         self.last: int | None = None
         self.over = False
 
@@ -80,6 +92,7 @@ class Job(RuleBasedStateMachine):
             ledger=tuple(sorted(self.ledger)),
             batches={s: self.batch_of(s) for s in range(self.step + 1)},
             last_incident_step=self.last,
+            exchange=self.exchange,
         )
 
     @rule(steps=st.integers(1, 25), certified=st.booleans())
@@ -129,6 +142,16 @@ class Job(RuleBasedStateMachine):
             assert moves.count("fp8") == 0, "a layer returns once"
         self.apply(action)
 
+    @rule()
+    def calm_exchange(self) -> None:
+        if self.over:
+            return
+        action = exchange_to_fp8(self.history(), self.policy)
+        if action.kind == "none":
+            return
+        assert self.exchange == "bf16" and action.exchange == "fp8"
+        self.apply(action)
+
     def check(self, action: Action, before: History, onset: int) -> None:
         # The stored form of the history decides the same: nothing is in memory.
         stored = [json.loads(json.dumps(a.to_json())) for a in before.actions]
@@ -151,6 +174,11 @@ class Job(RuleBasedStateMachine):
             assert not set(action.skip_batches) & set(before.ledger)
             if action.in_place:
                 assert action.to_step in {s.step for s in before.restorable}
+        if action.exchange is not None:
+            assert (before.exchange, action.exchange) == ("fp8", "bf16")
+            assert action.to_step is None and not action.precision and not action.skip_batches
+        if {i.kind for i in action.incidents} == {"exchange_error"}:
+            assert action.kind in ("exchange_bf16", "none"), "training itself is sound"
         running = set(before.fp8_layers) - set(before.precision)
         assert set(action.precision) <= running
 
@@ -164,6 +192,7 @@ class Job(RuleBasedStateMachine):
                 del self.precision[name]
         self.ledger.extend(action.skip_batches)
         self.lr_scale = action.lr_scale or self.lr_scale
+        self.exchange = action.exchange or self.exchange
         if not action.in_place:
             self.snapshots = []
         if action.to_step is not None:

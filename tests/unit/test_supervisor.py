@@ -14,11 +14,21 @@ from typing import Any
 
 import pytest
 
-from launch.commands import Command, RankReport, RestorePoint, Rollback, SetPrecision, Stop
+from launch.commands import (
+    Command,
+    RankReport,
+    RestorePoint,
+    Rollback,
+    SetExchange,
+    SetPrecision,
+    Stop,
+)
 from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
+from monitoring.report import render_report
 from monitoring.summary import summarize
+from orchestrator.lifecycle import JobState
 from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.supervision import BLAME_S, STOP_S, Phase
 from orchestrator.supervisors import LastWords
@@ -91,7 +101,7 @@ class TestStart:
         job.supervision.deliver([rank_1])
         job.step()
         (step,) = job.settled().steps
-        assert step["comm"] == {"bytes": 15.0}
+        assert step["comm"]["bytes"] == 15.0
 
     def test_a_first_step_that_does_not_come_restarts_the_attempt(self, bench: Make) -> None:
         job = bench(recovery={"init_timeout_s": 30.0})
@@ -216,6 +226,63 @@ class TestInPlace:
         assert job.ranks.attempts[-1][0].restore == RestorePoint(20, "memory", 1, 0)
         assert job.ranks.attempts[-1][0].precision == {LAYERS[1]: "bf16"}
         assert job.ranks.attempts[-1][0].ledger == (22,)
+
+
+class TestExchange:
+    def coarse_until(self, step: int) -> Script:
+        return Script(coarse=lambda s: 20 <= s < step)
+
+    def test_a_coarse_exchange_falls_back_in_place_and_is_told(self, bench: Make) -> None:
+        job = bench(self.coarse_until(28))
+        job.train(29)
+        assert job.settled().kinds() == ["exchange_bf16"]
+        order = job.ranks.commands[-1].order
+        assert order == SetExchange("bf16") and len(job.ranks.commands) == 1
+        assert job.ranks.timeline == 0 and job.ranks.step == 29
+        event = job.controller.event("exchange_bf16")
+        assert event.detail["exchange"] == "bf16" and "limits 4 %" in event.message
+        assert ("recovering", "INCIDENT") not in job.controller.states
+        assert job.supervision.status()["exchange"] == "bf16"
+        view = job.supervision._journal.view(JobState.RUNNING)
+        assert summarize(view)["gradient_exchange"] == "bf16"
+        assert "Gradient exchange to BF16" in render_report(view)
+
+    def test_it_returns_after_the_calm_stretch_and_stays_away_the_second_time(
+        self, bench: Make
+    ) -> None:
+        job = bench(self.coarse_until(200))
+        job.train(27 + 20)
+        assert job.settled().kinds() == ["exchange_bf16"]
+        job.train(1)
+        assert job.settled().kinds() == ["exchange_bf16", "exchange_fp8"]
+        job.train(90)
+        assert job.settled().kinds() == ["exchange_bf16", "exchange_fp8", "exchange_bf16"]
+        assert job.ranks.exchange == "bf16"
+
+    def test_without_a_budget_it_is_noted_once_and_nothing_is_commanded(self, bench: Make) -> None:
+        job = bench(self.coarse_until(200), recovery={"max_exchange_fallbacks": 0})
+        job.train(60)
+        assert job.settled().kinds() == ["none"]
+        assert not job.ranks.commands
+
+    def test_a_restart_of_ranks_keeps_it(self, bench: Make) -> None:
+        job = bench(self.coarse_until(28))
+        job.train(31)
+        assert job.ranks.attempts[-1][0].exchange == "fp8"
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert {a.exchange for a in job.ranks.attempts[-1]} == {"bf16"}
+
+    def test_a_new_supervisor_keeps_it_and_brings_it_back(self, bench: Make) -> None:
+        job = bench(self.coarse_until(28))
+        job.train(31)
+        job.settled()
+        job.take_over(job.controller.next_attempt("scripted-000001", 1, "supervisor lost"))
+        job.step()
+        assert {a.exchange for a in job.ranks.attempts[-1]} == {"bf16"}
+        job.train(24)
+        assert job.settled().kinds()[-1] == "exchange_fp8"
 
 
 class TestLostRanks:
