@@ -40,6 +40,21 @@ class Contradiction:
     reason: str
 
 
+OFFLOAD_KEYS = (
+    "offload_optimizer",
+    "offload_param",
+    "cpu_offload",
+    "cpu_offload_param",
+)
+"""DeepSpeed's keys for it, the last two deprecated ones."""
+
+OFFLOAD = (
+    "a rollback restores state in place on the device, and the optimizer steps there; to save "
+    "memory set `parallelism.zero_stage: 1`, more tensor or pipeline ranks, or "
+    "`training.recompute: full`"
+)
+"""Why none of them is offered, and what to do instead."""
+
 REFUSED: Mapping[str, str] = {
     "optimizer": "AdamW is built from `training`; set lr, betas, eps and weight_decay there",
     "scheduler": "the learning rate comes from `training.schedule` and is part of rollbacks",
@@ -63,8 +78,7 @@ REFUSED: Mapping[str, str] = {
     "curriculum_learning": "the order of the data is Octavo's, so that it can be replayed",
     "activation_checkpointing": "set `training.recompute`",
     "pipeline.activation_checkpoint_interval": "set `training.recompute`",
-    "zero_optimization.offload_optimizer": "offloaded state cannot be restored in place",
-    "zero_optimization.offload_param": "offloaded state cannot be restored in place",
+    **{f"zero_optimization.{key}": OFFLOAD for key in OFFLOAD_KEYS},
     "zero_optimization.zenflow": "it bypasses the gradient exchange",
 }
 """Keys that no value is right for, and why or where to set it instead."""

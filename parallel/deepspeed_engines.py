@@ -10,7 +10,10 @@ Written against DeepSpeed 0.19.8. What is overridden, and why there:
 - ``_take_model_step`` is where both engines run the optimizer.
 - ``_do_optimizer_sanity_check`` refuses BF16 weights with FP32 accumulation under ZeRO 0. The
   optimizer that it would choose for ZeRO 1, BF16_Optimizer, partitions over a process group:
-  given a group of this one rank it is ZeRO 0, with the same hooks and the same numbers.
+  given a group of this one rank it is ZeRO 0, with the same hooks.
+- ``get_grads_for_norm`` of BF16_Optimizer takes the gradient norm from, and clips, the whole
+  gradient on every rank. Where a rank has the mean of its own part alone, it is replaced on
+  the object: the pipeline engine looks for that very class.
 
 Promises: DeepSpeed is left as it was found, its classes and functions included; nothing of it
 is printed while building (its messages go to this module's logger at level DEBUG).
@@ -47,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class _StepHooksMixin:
-    """Overrides shared by the two engines; ``step_hooks`` is set once the engine is built."""
+    """Overrides shared by the two engines; ``attach`` sets ``step_hooks``."""
 
     step_hooks: StepHooks
     seq_data_parallel_group: Any
@@ -181,13 +184,29 @@ def replica_group(engine: Any) -> dist.ProcessGroup:
 def initialize(model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
     """``deepspeed.initialize`` with the hooked engines in place of DeepSpeed's.
 
-    The process group must exist. Returns the engine; its ``step_hooks`` are still to be set.
+    The process group must exist. Returns the engine; ``attach`` gives it its hooks.
     """
     # DeepSpeed's all-gather of the updated weights uses a name that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", ".*all_gather_into_tensor.*", FutureWarning)
     with _contained():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
+
+
+def attach(engine: Any, hooks: StepHooks) -> None:
+    """Give the engine its hooks, and its optimizer what they know of a scattered gradient."""
+    engine.step_hooks = hooks
+    if not hooks.scattered:
+        return
+    optimizer = engine.optimizer
+
+    def grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return optimizer.fp32_groups_gradient_flat_partition
+        # DeepSpeed takes the norm of this one element, and adds up the other stages'.
+        return [hooks.owned_norm()], {}
+
+    optimizer.get_grads_for_norm = grads_for_norm
 
 
 @contextlib.contextmanager

@@ -328,13 +328,14 @@ def build_engine(
         dtype=communication_data_type,
         config=gradient_exchange,
         replicas=replicas,
+        tensor=ranks.tensor,
         device=device,
     )
     everywhere = _of_all_ranks((*scope.layers, *scope.fixed_layers))
     if unmatched := recipes.unmatched_patterns(fp8.high_precision_layers, everywhere):
         raise ValueError("; ".join(unmatched))
     hooks = StepHooks(scope, groups, replicas, ranks.stage)
-    engine.step_hooks = hooks
+    deepspeed_engines.attach(engine, hooks)
     return Engine(
         engine,
         plan=plan,

@@ -19,6 +19,10 @@ A gradient goes in buckets, so that one is quantized while the one before it is 
     bucket 1             quantize    all-to-all     sum, …      all-gather   …
 
 Buckets change no number: a block's bytes depend on the block alone.
+
+Where the optimizer is sharded (ZeRO 1 and above) a rank needs the mean of its own part alone.
+A ``scattered`` exchange stops after the sum, at half the bytes: quantize → all-to-all → FP32
+sum, mean. Neither the mean nor what a rank adds to its own part is rounded.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import ctypes
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,14 +142,18 @@ class BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Consecutive elements of one size of gradient; a row of bytes is one rank's share."""
+    """Consecutive elements of one size of gradient; a row of bytes is one rank's share.
+
+    Of a scattered gradient it is these elements of every rank's part, and a row is one part's.
+    """
 
     start: int
-    """Where it begins in the gradient."""
+    """Where it begins in the gradient, or in each part."""
     numel: int
     sent: Tensor
     received: Tensor
     gathered: Tensor
+    """Empty for a scattered gradient, as ``share`` is."""
     share: Tensor
     """float32, as many as this rank's share has real elements."""
 
@@ -185,16 +193,19 @@ class GradientExchange:
         group: dist.ProcessGroup,
         device: torch.device | str = "cpu",
         *,
+        scattered: bool = False,
         compiled: bool = True,
     ) -> None:
         """``group`` is the replicas of this rank's parameters.
 
+        ``scattered``: rank i takes the mean of the i-th of equal consecutive parts alone.
         With ``compiled`` the casts on CPU are the C ones where a compiler is found; the
         numbers are the same.
         """
         self.config = config
         self.dtype = dtype
         self._group = group
+        self._scattered = scattered
         self._ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._device = torch.device(device)
@@ -224,8 +235,19 @@ class GradientExchange:
 
         ``flat`` is a contiguous float32 or bfloat16 vector. A collective: every rank of the
         group calls it with as many elements. In FP8 those below ``min_size`` go in BF16.
+
+        A scattered exchange takes float32 in equal parts (else ValueError), and replaces this
+        rank's part alone: the others keep what they held.
         """
+        if self._scattered and (flat.numel() % self._ranks or flat.dtype is not torch.float32):
+            raise ValueError(
+                f"{flat.numel()} elements of {flat.dtype} for {self._ranks} ranks: a scattered "
+                "exchange takes float32 in equal parts"
+            )
         if self._ranks == 1 or flat.numel() == 0:
+            return
+        if self._scattered:
+            self._scatter_mean(flat)
             return
         ring = 2 * (self._ranks - 1) * flat.numel() // self._ranks
         self._uncompressed_bytes += 2 * ring
@@ -241,8 +263,8 @@ class GradientExchange:
 
     def take_statistics(self) -> dict[str, float]:
         """Since the last call: ``bytes`` this rank sent, ``uncompressed_bytes`` that BF16
-        would have taken, and ``relative_error``, the 2-norm of what rounding its own
-        gradients to FP8 took away over their 2-norm (0 when nothing went in FP8);
+        would have taken, and ``relative_error``, the 2-norm of what rounding the gradients it
+        sent to FP8 took away over their 2-norm (0 when nothing went in FP8);
         ``quantize_s``, ``wire_s`` and ``dequantize_s``, where the time went.
 
         The one place that waits for the device.
@@ -281,20 +303,68 @@ class GradientExchange:
         if space.residual is not None:
             x = x + space.residual
         result = flat if flat.dtype is torch.float32 else torch.empty_like(x)
-        # Each hop of a bucket is one generator step, so that the next bucket's first hop is
-        # under way before this one's is waited for. All ranks take the same steps.
-        waiting: deque[Iterator[None]] = deque()
-        for bucket in space.buckets:
-            waiting.append(self._exchange(bucket, x, result, space.residual))
-            next(waiting[-1])
-            for earlier in list(waiting)[-2::-1]:
-                if _ended(earlier):
-                    waiting.remove(earlier)
-        while waiting:
-            if _ended(waiting[0]):
-                waiting.popleft()
+        _overlap(self._exchange(bucket, x, result, space.residual) for bucket in space.buckets)
         if result is not flat:
             flat.copy_(result)
+
+    def _scatter_mean(self, flat: Tensor) -> None:
+        others = flat.numel() - flat.numel() // self._ranks
+        self._uncompressed_bytes += 2 * others
+        parts = flat.view(self._ranks, -1)
+        mine = parts[self._rank]
+        if self._dtype == "fp8" and flat.numel() >= self.config.min_size:
+            space = self._workspace(flat.numel())
+            residuals = None
+            if space.residual is not None:
+                residuals = space.residual.view_as(parts)
+                parts = parts + residuals
+            _overlap(self._scatter(bucket, parts, mine, residuals) for bucket in space.buckets)
+        else:
+            dtype = torch.float32 if self._dtype == "fp32" else torch.bfloat16
+            self._bytes += dtype.itemsize * others
+            step = self._bucket_share()
+            for start in range(0, mine.numel(), step):
+                # All-to-all and not reduce-scatter, which sums in the dtype that travels.
+                wire = parts[:, start : start + step].to(dtype).contiguous()
+                received = torch.empty_like(wire)
+                with self._clock.measure("wire_s"):
+                    dist.all_to_all_single(received, wire, group=self._group)
+                for rank in self._others():
+                    mine[start : start + step].add_(received[rank])
+        mine.mul_(1.0 / self._ranks)
+
+    def _scatter(
+        self, bucket: _Bucket, parts: Tensor, mine: Tensor, residuals: Tensor | None
+    ) -> Iterator[None]:
+        """Add the other ranks' values of one bucket to ``mine``; pauses as ``_exchange`` does.
+
+        ``parts`` and ``residuals`` are [ranks, elements of a part]; ``mine`` is this rank's
+        own values, with no rounding to feed back.
+        """
+        here = slice(bucket.start, bucket.start + bucket.numel)
+        with self._clock.measure("quantize_s"):
+            for rank in self._others():
+                x = parts[rank, here]
+                payload, scales = self._split(bucket.sent[rank])
+                self._codec.quantize(x, payload, scales, self._error)
+                if residuals is not None:
+                    kept = residuals[rank, here]
+                    self._codec.dequantize(payload, scales, kept, add=False)
+                    torch.sub(x, kept, out=kept)
+                    kept.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+        work = dist.all_to_all_single(
+            bucket.received, bucket.sent, group=self._group, async_op=True
+        )
+        self._bytes += (self._ranks - 1) * bucket.sent[self._rank].numel()
+        yield
+        self._wait(work)
+        with self._clock.measure("dequantize_s"):
+            for rank in self._others():
+                payload, scales = self._split(bucket.received[rank])
+                self._codec.dequantize(payload, scales, mine[here], add=True)
+
+    def _others(self) -> Iterator[int]:
+        return (rank for rank in range(self._ranks) if rank != self._rank)
 
     def _exchange(
         self, bucket: _Bucket, x: Tensor, result: Tensor, residual: Tensor | None
@@ -355,26 +425,49 @@ class GradientExchange:
 
     def _workspace(self, numel: int) -> _Workspace:
         if numel not in self._workspaces:
-            # Whole blocks for every rank, so that only the last bucket has a part that is empty.
-            share = max(1, self.config.bucket // self.config.block) * self.config.block
-            step = share * self._ranks
-            starts = range(0, numel, step)
-            buckets = tuple(self._bucket(start, min(step, numel - start)) for start in starts)
+            step = self._bucket_share() * (1 if self._scattered else self._ranks)
+            end = numel // self._ranks if self._scattered else numel
+            starts = range(0, end, step)
+            buckets = tuple(self._bucket(start, min(step, end - start)) for start in starts)
             feedback = self.config.error_feedback
             residual = torch.zeros(numel, device=self._device) if feedback else None
             self._workspaces[numel] = _Workspace(buckets, residual)
         return self._workspaces[numel]
 
+    def _bucket_share(self) -> int:
+        """Elements of a bucket for each rank; whole blocks, so that buckets cut none."""
+        return max(1, self.config.bucket // self.config.block) * self.config.block
+
     def _bucket(self, start: int, numel: int) -> _Bucket:
         block = self.config.block
-        blocks = -(-numel // (block * self._ranks))
+        blocks = -(-numel // (block * (1 if self._scattered else self._ranks)))
         shape = (self._ranks, blocks * (block + 1))
         sent, received, gathered = (
             torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(3)
         )
+        if self._scattered:
+            return _Bucket(start, numel, sent, received, gathered[:0], sent.new_empty(0))
         before = min(numel, self._rank * blocks * block)
         share = torch.zeros(min(blocks * block, numel - before), device=self._device)
         return _Bucket(start, numel, sent, received, gathered, share)
+
+
+def _overlap(exchanges: Iterable[Iterator[None]]) -> None:
+    """Run them to their ends, each begun before the ones before it are waited for.
+
+    Each hop of a bucket is one generator step, so that the next bucket's first hop is under
+    way before this one's is waited for. All ranks take the same steps.
+    """
+    waiting: deque[Iterator[None]] = deque()
+    for exchange in exchanges:
+        waiting.append(exchange)
+        next(exchange)
+        for earlier in list(waiting)[-2::-1]:
+            if _ended(earlier):
+                waiting.remove(earlier)
+    while waiting:
+        if _ended(waiting[0]):
+            waiting.popleft()
 
 
 def _ended(hops: Iterator[None]) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.config import GradientExchangeConfig
 from parallel.gradients import ExchangeDtype, GradientExchange
@@ -117,13 +117,20 @@ def gradient_groups(
     dtype: ExchangeDtype,
     config: GradientExchangeConfig,
     replicas: dist.ProcessGroup,
+    tensor: TensorGroup | None,
     device: torch.device,
 ) -> tuple[GradientGroup, ...]:
-    """The flat gradients of DeepSpeed's BF16_Optimizer, each with its exchange."""
+    """The flat gradients of DeepSpeed's BF16_Optimizer, each with its exchange.
+
+    Where that optimizer is sharded over the replicas, so is the mean.
+    """
     optimizer = engine.optimizer
+    scattered = dist.get_world_size(optimizer.dp_process_group) > 1
     result = []
     for i, group in enumerate(groups):
-        exchange = GradientExchange(dtype if group.matrices else "fp32", config, replicas, device)
+        exchange = GradientExchange(
+            dtype if group.matrices else "fp32", config, replicas, device, scattered=scattered
+        )
         if config.error_feedback and group.matrices:
             # The residual is state: a snapshot of the first step must hold it.
             exchange.reserve(optimizer.fp32_groups_gradients_flat[i].numel())
@@ -137,6 +144,16 @@ def gradient_groups(
                 views=tuple(optimizer.fp32_groups_gradients[i]),
                 compressed=group.matrices,
                 counted=group.counted,
+                owned=_owned(optimizer, i, tensor) if scattered else None,
             )
         )
     return tuple(result)
+
+
+def _owned(optimizer: Any, i: int, tensor: TensorGroup | None) -> tuple[Tensor, ...]:
+    """The parts of counted gradients in this rank's partition of group ``i``, live."""
+    partition = optimizer.fp32_groups_gradient_flat_partition[i]
+    # DeepSpeed maps the parameters that have elements in this rank's partition, and no others.
+    mapped = [p for p in optimizer.bf16_groups[i] if p._hp_mapping is not None]
+    places = [p._hp_mapping.get_hp_fragment_address() for p in mapped if _counted(p, tensor)]
+    return tuple(partition.narrow(0, place.start, place.numel) for place in places)

@@ -3,9 +3,11 @@
 DeepSpeed's engines call these hooks once a step, on every rank and in this order:
 
 1. ``exchange``: find out which local gradients are non-finite, then average the flat
-   gradient of each parameter group over the replicas.
+   gradient of each parameter group over the replicas. With a sharded optimizer (ZeRO 1) a
+   rank gets the mean of its own part alone.
 2. ``before_update``: reduce the FP8 layers' amax over all ranks of this stage.
-3. DeepSpeed takes the gradient norm; if it is not finite it leaves the update out.
+3. DeepSpeed takes the gradient norm, of a sharded gradient from ``owned_norm``; if it is not
+   finite it leaves the update out.
 4. ``after_update``: close the step of the FP8 scaling state, with or without the update.
 
 Promises: on a step whose gradients are finite nothing here waits for the device. The names
@@ -48,6 +50,9 @@ class GradientGroup:
     """Whether the job's gradient dtype applies; otherwise it goes in FP32."""
     counted: bool = True
     """Whether DeepSpeed counts it in the gradient norm."""
+    owned: tuple[Tensor, ...] | None = None
+    """Where the optimizer is sharded over the replicas, and so the exchange scattered: what
+    this rank owns of the gradients that DeepSpeed counts here; else None."""
 
 
 class StepHooks:
@@ -67,6 +72,7 @@ class StepHooks:
         """
         self._scope = scope
         self._groups = tuple(groups)
+        self._replicas = replicas
         self._stage = stage
         self._exchanging = dist.get_world_size(replicas) > 1
         self._norms: Sequence[Tensor] = ()
@@ -95,6 +101,26 @@ class StepHooks:
             self._residuals = [residual.clone() for residual in self._live_residuals()]
             for flat, group in zip(flats, self._groups, strict=True):
                 group.exchange.mean_(flat)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether a rank has the mean of its own part of the gradients alone."""
+        return any(group.owned is not None for group in self._groups)
+
+    def owned_norm(self) -> Tensor:
+        """The 2-norm of what DeepSpeed counts on this rank and on its replicas; float32 [1].
+
+        A collective of the replicas, with the same bits on all of them; not finite if a
+        gradient on any of them is not.
+        """
+        owned = [piece for group in self._groups for piece in group.owned or ()]
+        square = (
+            torch.stack(torch._foreach_norm(owned)).square_().sum()
+            if owned
+            else self._groups[0].views[0].new_zeros(())
+        )
+        dist.all_reduce(square, group=self._replicas)
+        return square.sqrt_().view(1)
 
     def before_update(self) -> None:
         """Reduce this step's amax over the ranks of the stage."""

@@ -35,9 +35,11 @@ def gradient(case: str, size: int, rank: int) -> Tensor:
     return x.bfloat16() if case == "bf16" else x
 
 
-def exchange(dtype: str = "fp8", compiled: bool = True, **config: object) -> GradientExchange:
+def exchange(
+    dtype: str = "fp8", compiled: bool = True, scattered: bool = False, **config: object
+) -> GradientExchange:
     config = GradientExchangeConfig(**{"min_size": 0, "block": 64} | config)
-    return GradientExchange(dtype, config, dist.group.WORLD, compiled=compiled)
+    return GradientExchange(dtype, config, dist.group.WORLD, compiled=compiled, scattered=scattered)
 
 
 def means(rank: int, world_size: int) -> dict[tuple, Tensor]:

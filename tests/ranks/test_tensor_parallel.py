@@ -78,14 +78,23 @@ def spied(engine: Engine) -> list[dict[str, torch.Tensor]]:
     seen: list[dict[str, torch.Tensor]] = []
     before_update = engine._hooks.before_update
 
+    def whole(flat: torch.Tensor) -> torch.Tensor:
+        """The mean on one rank, or its parts on all that own one."""
+        if not engine._hooks.scattered:
+            return flat.clone()
+        parts = flat.clone().chunk(dist.get_world_size(engine._replicas))
+        mine = parts[dist.get_rank(engine._replicas)].clone()
+        dist.all_gather(list(parts), mine, group=engine._replicas)
+        return torch.cat(parts)
+
     def spy() -> None:
-        seen.append(
-            {
-                name: view.clone()
-                for group in engine._groups
-                for name, view in zip(group.parameters, group.views, strict=True)
-            }
-        )
+        found: dict[str, torch.Tensor] = {}
+        flats = engine._engine.optimizer.fp32_groups_gradients_flat
+        for group, flat in zip(engine._groups, flats, strict=True):
+            sizes = [view.numel() for view in group.views]
+            gradients = whole(flat)[: sum(sizes)].split(sizes)
+            found |= dict(zip(group.parameters, gradients, strict=True))
+        seen.append(found)
         before_update()
 
     engine._hooks.before_update = spy  # type: ignore[method-assign]

@@ -112,7 +112,7 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"num_nodes": True}, "num_nodes", "yes-or-no"),
         ({"gpus_per_node": 4}, "slots_per_node", "gpus_per_node is given too"),
         ({"parallelism__zero_stage": 2}, "parallelism.zero_stage", "pipeline"),
-        ({"parallelism__zero_stage": 3}, "parallelism.zero_stage", "FP8 gradient exchange"),
+        ({"parallelism__zero_stage": 3}, "parallelism.zero_stage", "shards the parameters too"),
         ({"parallelism__data": 3}, "parallelism.data", "= 6, more than 1 node × 4 slots = 4"),
         ({"parallelism__data": 1}, "parallelism.data", "= 2, less than"),
         ({"parallelism__pipeline": 3}, "parallelism.pipeline", "doesn't divide"),
