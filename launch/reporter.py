@@ -3,7 +3,8 @@
 Promises: ``send`` never waits; reports arrive in the order they were sent, in batches, at
 most about ``interval_s`` after they were made; a call that fails is tried again. A report
 may be given as a function, which the thread calls: that is how values are read off a
-device without making the step wait for it.
+device without making the step wait for it. When that function fails, the next ``send`` raises:
+a rank whose steps can't be told must not train on unseen.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _RETRY_S = 1.0
 logger = logging.getLogger(__name__)
 
 
+class ReportFailedError(RuntimeError):
+    """A report could not be made; the message says what was raised."""
+
+
 class Reporter:
     """One thread between the training loop and the outbox."""
 
@@ -38,11 +43,16 @@ class Reporter:
         self._urgent = False
         self._closed = False
         self._dropped = 0
+        self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
         self._thread.start()
 
     def send(self, report: Report | Callable[[], Report]) -> None:
-        """Queue a report; with ``capacity`` of them undelivered the oldest is given up."""
+        """Queue a report; with ``capacity`` of them undelivered the oldest is given up.
+
+        Raises ReportFailedError when an earlier one could not be made.
+        """
+        self.raise_failure()
         with self._changed:
             if len(self._waiting) >= self._capacity:
                 self._waiting.popleft()
@@ -51,6 +61,12 @@ class Reporter:
                     logger.warning("%d reports were given up undelivered", self._dropped)
             self._waiting.append(report)
             self._changed.notify_all()
+
+    def raise_failure(self) -> None:
+        """Raises ReportFailedError when a report could not be made."""
+        if self._failed is not None:
+            cause = f"{type(self._failed).__name__}: {self._failed}"
+            raise ReportFailedError(f"a step could not be reported: {cause}") from self._failed
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all that was sent is delivered; False if it isn't by then."""
@@ -85,7 +101,7 @@ class Reporter:
                 waiting = list(self._waiting)
                 self._waiting.clear()
                 self._delivering = True
-            self._deliver(_made(waiting))
+            self._deliver(self._made(waiting))
             with self._changed:
                 self._delivering = False
                 self._changed.notify_all()
@@ -99,12 +115,12 @@ class Reporter:
                 logger.warning("%d reports were not delivered, trying again: %r", len(batch), error)
                 time.sleep(_RETRY_S)
 
-
-def _made(waiting: Sequence[Report | Callable[[], Report]]) -> list[Report]:
-    batch = []
-    for report in waiting:
-        try:
-            batch.append(report() if callable(report) else report)
-        except Exception:
-            logger.exception("a report could not be made and is left out")
-    return batch
+    def _made(self, waiting: Sequence[Report | Callable[[], Report]]) -> list[Report]:
+        batch = []
+        for report in waiting:
+            try:
+                batch.append(report() if callable(report) else report)
+            except Exception as error:
+                logger.exception("a report could not be made")
+                self._failed = self._failed or error
+        return batch

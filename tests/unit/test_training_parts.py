@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launch.commands import DrillReport, Report
 from launch.config import KillRank, NonFiniteGradient, TrainingConfig, WeightSurge
 from launch.drills import Drills
-from launch.reporter import Reporter
+from launch.reporter import Reporter, ReportFailedError
 from launch.schedule import lr_at
 
 
@@ -174,15 +174,19 @@ class TestReporter:
         assert calls == [[4], [4], [4]]
         reporter.close()
 
-    def test_a_report_that_cannot_be_made_does_not_stop_the_others(self) -> None:
+    def test_a_rank_whose_step_cannot_be_reported_does_not_train_on_unseen(self) -> None:
         def broken() -> Report:
-            raise RuntimeError("the device is gone")
+            raise TypeError("unsupported ScalarType BFloat16")
 
         arrived: list[int] = []
         reporter = Reporter(lambda batch: arrived.extend(r.step for r in batch))
         reporter.send(broken)
         reporter.send(report(1))
         assert reporter.flush()
-        assert arrived == [1]
+        assert arrived == [1], "the others are told all the same"
+        with pytest.raises(ReportFailedError, match="TypeError: unsupported ScalarType BFloat16"):
+            reporter.send(report(2))
+        with pytest.raises(ReportFailedError):
+            reporter.raise_failure()
         reporter.close()
         reporter.close()
