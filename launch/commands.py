@@ -208,7 +208,30 @@ class BackendReport:
     choice: BackendChoice
 
 
-Report = RankReport | SnapshotReport | RollbackReport | DrillReport | CopyFailed | BackendReport
+@dataclass(frozen=True, slots=True)
+class ExchangeReport:
+    """What gradients cross the network in under ``auto``; told by rank 0, once an attempt, where
+    the job's decision wasn't known when it was assigned."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    time: float
+    dtype: ExchangeDtype
+    reason: str
+    """Half a sentence for a person, with the times measured."""
+
+
+Report = (
+    RankReport
+    | SnapshotReport
+    | RollbackReport
+    | DrillReport
+    | CopyFailed
+    | BackendReport
+    | ExchangeReport
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,15 @@ def engine_of(run: RunConfig) -> Engine:
         seed=training.seed,
         recompute=training.recompute,
     )
+    asked = run.communication_data_type
     return build_engine(
         parallelism=run.parallelism,
         model=run.model,
         numbers=numbers,
         precision=run.precision,
         fp8=run.fp8,
-        communication_data_type=run.communication_data_type,
+        # What is to be measured needs FP8's buffers; the loop sets what came of it.
+        communication_data_type="fp8" if asked == "auto" else asked,
         gradient_exchange=run.gradient_exchange,
         deepspeed=run.deepspeed,
     )

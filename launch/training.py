@@ -27,6 +27,7 @@ from launch.commands import (
     BackendReport,
     Command,
     DrillReport,
+    ExchangeReport,
     RankReport,
     RankResult,
     RestorePoint,
@@ -58,6 +59,7 @@ from launch.snapshots import (
 from launch.state_block import load_into, unpack
 from parallel.config import Precision
 from parallel.engine import StepResult
+from parallel.exchange_choice import ExchangeChoice
 
 WRITE_TIMEOUT_S = 600.0
 """How long a rank that ends waits for its last checkpoint file."""
@@ -139,8 +141,7 @@ class TrainingLoop:
         if assignment.restore is not None:
             self._restore(assignment.restore)
         self._engine.set_precision(assignment.precision)
-        if assignment.exchange is not None:
-            self._engine.set_exchange(assignment.exchange)
+        self._decide_exchange()
         self._ring = SnapshotRing(run.snapshots.keep, self._tensors, len(str(self._meta())))
         self._shipper = Shipper(
             self._ring, self._keeper, Path(assignment.job_dir), self._reporter.send
@@ -331,6 +332,27 @@ class TrainingLoop:
             )
 
         self._reporter.send(report)
+
+    def _decide_exchange(self) -> None:
+        """Take the job's decision; under ``auto``, where there is none yet, make it.
+
+        A state that is restored was trained with the decision, stored or not.
+        """
+        a = self._assignment
+        if a.exchange is not None:
+            self._engine.set_exchange(a.exchange)
+            return
+        if self._run_config.communication_data_type != "auto":
+            return
+        if a.restore is None:
+            choice = self._engine.choose_exchange(self._world)
+        else:
+            was = f"so it was in the state of step {self._step}"
+            choice = ExchangeChoice(self._engine.exchange.dtype, was)
+        logger.info("attempt %d: gradients in %s: %s", a.attempt, choice.dtype, choice.reason)
+        if a.rank == 0:
+            told = (a.attempt, self._timeline, a.rank, self._step, time.time())
+            self._reporter.send(ExchangeReport(*told, choice.dtype, choice.reason))
 
     def _announce_drill(self, drill: int, step: int) -> bool:
         a = self._assignment

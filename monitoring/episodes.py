@@ -16,6 +16,7 @@ HEADLINES = {
     "skip_step": "Skipped the step",
     "rollback": "Rolled back{where}",
     "layer_fallback": "Rolled back{where}, layers to BF16",
+    "exchange_chosen": "Gradient exchange chosen",
     "exchange_bf16": "Gradient exchange to BF16",
     "exchange_fp8": "Gradient exchange back to FP8",
     "return_to_fp8": "Layers back to FP8",

@@ -32,7 +32,7 @@ from monitoring.report_style import PICTURE
 
 MOST_LAYERS = 24
 """Rows of the heat map; with more layers the worst are shown."""
-GOOD_KINDS = frozenset({"return_to_fp8", "exchange_fp8"})
+GOOD_KINDS = frozenset({"return_to_fp8", "exchange_fp8", "exchange_chosen"})
 """Decisions that are good news."""
 
 

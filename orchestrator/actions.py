@@ -17,6 +17,7 @@ from parallel.config import ExchangeDtype, Precision
 ActionKind = Literal[
     "none",
     "skip_step",
+    "exchange_chosen",
     "exchange_bf16",
     "exchange_fp8",
     "rollback",

@@ -120,6 +120,11 @@ class Journal:
         if self._run_log:
             self._run_log.log_config(backend_detail(choice))
 
+    def configured(self, values: Mapping[str, Any]) -> None:
+        """More of the run's configuration for W&B, known only now."""
+        if self._run_log:
+            self._run_log.log_config(values)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was told is stored. Raises FencedError."""
         return self._outbox.store(timeout_s=timeout_s)

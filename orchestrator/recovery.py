@@ -28,6 +28,7 @@ from orchestrator.rungs import (
     WholeBF16,
     drafted,
 )
+from parallel.config import ExchangeDtype
 
 __all__ = [
     "LADDER",
@@ -37,6 +38,7 @@ __all__ = [
     "PassedOver",
     "Restorable",
     "decide",
+    "exchange_chosen",
     "exchange_to_fp8",
     "return_to_fp8",
 ]
@@ -102,6 +104,13 @@ def return_to_fp8(history: History, policy: RecoveryConfig) -> Action:
     reason = f"{', '.join(ready)} back to FP8 after {calm} healthy steps{kept}."
     action = drafted("return_to_fp8", (), history, reason)
     return replace(action, precision=dict.fromkeys(ready, "fp8"))
+
+
+def exchange_chosen(history: History, dtype: ExchangeDtype, why: str) -> Action:
+    """The job's decision under ``communication_data_type: auto``: what was measured, for good."""
+    reason = f"Gradients cross the network in {dtype.upper()}: {why.rstrip('.')}."
+    action = drafted("exchange_chosen", (), history, reason)
+    return replace(action, exchange=dtype, step=max(history.step, 0))
 
 
 def exchange_to_fp8(history: History, policy: RecoveryConfig) -> Action:

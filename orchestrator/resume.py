@@ -38,7 +38,8 @@ def standing(spec: JobSpec, actions: Sequence[Action]) -> Standing:
     timeline, lr_scale = 0, 1.0
     ledger: set[int] = set()
     precision: dict[str, Precision] = {}
-    exchange: ExchangeDtype | None = spec.communication_data_type
+    asked = spec.communication_data_type
+    exchange: ExchangeDtype | None = None if asked == "auto" else asked
     for action in actions:
         if action.to_step is not None and action.in_place:
             # A rollback begins the timeline after the one it was decided in. What ends

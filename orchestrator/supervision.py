@@ -18,6 +18,7 @@ from launch.commands import (
     BackendReport,
     CopyFailed,
     DrillReport,
+    ExchangeReport,
     Order,
     RankReport,
     Report,
@@ -44,7 +45,7 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.lost_ranks import died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
-from orchestrator.recovery import decide, exchange_to_fp8, return_to_fp8
+from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
 from orchestrator.restore import choose, points_in_memory
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import backend_of
@@ -198,6 +199,19 @@ class Supervision:
                     self._journal.happened(notices.copy_failed(report), now)
                 case BackendReport(choice=choice):
                     self._journal.chosen(choice, now)
+                case ExchangeReport():
+                    self._exchange_chosen(report, now)
+
+    def _exchange_chosen(self, report: ExchangeReport, now: float) -> None:
+        """The first measurement is the job's: durable before any step that was made with it."""
+        facts = self._attempt.facts
+        if facts.exchange is not None:
+            return
+        history = facts.history(now, self._attempt.book.restorable())
+        action = exchange_chosen(history, report.dtype, report.reason)
+        self._journal.decided(action, (), None, self._bank.state_dict())
+        self._journal.configured({"exchange": report.dtype, "exchange_reason": report.reason})
+        facts.apply(action)
 
     def _record(self, record: StepRecord, now: float) -> None:
         attempt = self._attempt

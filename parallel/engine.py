@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from parallel import engine_state
 from parallel.config import (
     EXCHANGE_BITS,
+    ExchangeDtype,
     FP8Config,
     GradientExchangeConfig,
     ModelConfig,
@@ -29,7 +30,7 @@ from parallel.config import (
     Precision,
 )
 from parallel.deepspeed_config import BatchShape, merged_config, own_config
-from parallel.gradients import ExchangeDtype
+from parallel.exchange_choice import ExchangeChoice, choice_of, measure
 from parallel.model_factory import factory_plan
 from parallel.model_plan import ModelPlan, parameter_name, recomputed
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
@@ -184,6 +185,22 @@ class Engine:
                 for residual in group.exchange.state_tensors().values():
                     residual.zero_()
             group.exchange.dtype = dtype
+
+    def choose_exchange(self, world: dist.ProcessGroup) -> ExchangeChoice:
+        """Measure what gradients cross this network in the faster, and take it from here on.
+
+        Every rank calls it between steps; ``world`` is a group of all on CPU. The answer is
+        the same on all of them, training's state is as before.
+        """
+        matrices = sum(p.numel() for p in self._engine.module.parameters() if p.dim() >= 2)
+        sizes = [
+            (group.exchange, sum(view.numel() for view in group.views) or matrices)
+            for group in self._groups
+            if group.compressed
+        ]
+        choice = choice_of(measure(sizes, world))
+        self.set_exchange(choice.dtype)
+        return choice
 
     def take_exchange_statistics(self) -> dict[str, float]:
         """Statistics of the gradient exchange since the last call, and reset.

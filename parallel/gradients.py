@@ -34,19 +34,15 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.config import GradientExchangeConfig
+from parallel.config import EXCHANGE_BITS, ExchangeDtype, GradientExchangeConfig
 from parallel.precision import kernels
 from parallel.precision.formats import FORMATS, Float8Format, saturating_cast
-
-ExchangeDtype = Literal["fp8", "bf16", "fp32"]
-_DTYPES = ("fp8", "bf16", "fp32")
 
 _NAN_BYTE = 255
 
@@ -226,9 +222,25 @@ class GradientExchange:
 
     @dtype.setter
     def dtype(self, dtype: ExchangeDtype) -> None:
-        if dtype not in _DTYPES:
-            raise ValueError(f"gradient exchange in {dtype!r}: expected one of {_DTYPES}")
+        if dtype not in EXCHANGE_BITS:
+            raise ValueError(f"gradient exchange in {dtype!r}: expected one of {[*EXCHANGE_BITS]}")
         self._dtype = dtype
+
+    def another(self, dtype: ExchangeDtype) -> GradientExchange:
+        """One like this between the same ranks, with buffers and statistics of its own."""
+        return GradientExchange(
+            dtype, self.config, self._group, self._device, scattered=self._scattered
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where its buffers are."""
+        return self._device
+
+    @property
+    def ranks(self) -> int:
+        """Replicas that take part."""
+        return self._ranks
 
     def mean_(self, flat: Tensor) -> None:
         """Replace ``flat`` by its mean over the group, the same bits on every rank.

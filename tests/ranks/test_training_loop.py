@@ -18,6 +18,7 @@ from launch.commands import (
     Command,
     CopyFailed,
     DrillReport,
+    ExchangeReport,
     Order,
     RankReport,
     RankResult,
@@ -496,3 +497,25 @@ class TestExchange:
             assert rank.reports[0].comm["wire_bits"] == 16
             assert rank.losses()[4] == calm[0].losses()[4], "the forward pass of its first step"
             assert rank.losses() != {s: calm[0].losses()[s] for s in range(4, STEPS)}
+
+    def test_auto_is_measured_once_and_is_the_same_on_all_ranks(self, train: Train) -> None:
+        auto = {"communication_data_type": "auto", **self.FEEDBACK}
+        ranks = train(config=auto)
+        (told,) = [r for rank in ranks for r in rank.others if isinstance(r, ExchangeReport)]
+        assert told.rank == 0 and " ms in FP8 and " in told.reason
+        bits = {r.comm["wire_bits"] for rank in ranks for r in rank.reports}
+        assert bits == {8 if told.dtype == "fp8" else 16}
+        chosen = train(config={**auto, "communication_data_type": told.dtype})
+        assert ranks[0].losses() == chosen[0].losses(), "measuring left no trace"
+
+    def test_auto_without_a_stored_decision_goes_on_as_the_state_was_trained(
+        self, train: Train
+    ) -> None:
+        auto = {"communication_data_type": "auto", **self.FEEDBACK}
+        calm = train(exchange="bf16", config=auto)
+        point = RestorePoint(step=8, tier="memory", attempt=1, timeline=0)
+        held = [rank.held for rank in calm]
+        ranks = train(held=held, attempt=2, restore=point, config=auto)
+        (told,) = [r for rank in ranks for r in rank.others if isinstance(r, ExchangeReport)]
+        assert (told.dtype, told.reason) == ("bf16", "so it was in the state of step 8")
+        assert ranks[0].losses() == {s: calm[0].losses()[s] for s in range(8, STEPS)}

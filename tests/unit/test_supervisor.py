@@ -16,6 +16,7 @@ import pytest
 
 from launch.commands import (
     Command,
+    ExchangeReport,
     RankReport,
     RestorePoint,
     Rollback,
@@ -273,6 +274,32 @@ class TestExchange:
         job.step()
         job.step()
         assert {a.exchange for a in job.ranks.attempts[-1]} == {"bf16"}
+
+    def test_what_the_first_attempt_measured_is_stored_and_holds_for_all(self, bench: Make) -> None:
+        job = bench(communication_data_type="auto")
+        job.step()
+        assert {a.exchange for a in job.ranks.attempts[-1]} == {None}
+        told = (1, 0, 0, 0, 0.0, "bf16", "8 elements take 2 ms in FP8 and 1 ms in BF16")
+        job.supervision.deliver([ExchangeReport(*told)])
+        job.train(12)
+        (action,) = job.settled().actions
+        assert (action.kind, action.exchange, action.step) == ("exchange_chosen", "bf16", 0)
+        assert "Gradients cross the network in BF16: 8 elements" in action.reason
+        assert job.controller.order.index("action exchange_chosen") < job.controller.order.index(
+            "state running"
+        )
+        job.supervision.deliver([ExchangeReport(*told[:5], "fp8", "again")])
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert {a.exchange for a in job.ranks.attempts[-1]} == {"bf16"}
+        job.settled()
+        job.take_over(job.controller.next_attempt("scripted-000001", 2, "supervisor lost"))
+        job.step()
+        assert {a.exchange for a in job.ranks.attempts[-1]} == {"bf16"}
+        assert "Gradient exchange chosen" in render_report(
+            job.supervision._journal.view(JobState.RUNNING)
+        )
 
     def test_a_new_supervisor_keeps_it_and_brings_it_back(self, bench: Make) -> None:
         job = bench(self.coarse_until(28))
