@@ -83,7 +83,7 @@ def offered(finding: Finding) -> Finding:
     The section's own bounds are wider: whoever followed them would be refused again.
     """
     if finding.path == ZERO_STAGE:
-        return replace(finding, message="is not offered", remedy="make it 0 or 1")
+        return replace(finding, message="is not offered", remedy="make it 0, 1 or 2")
     return finding
 
 
@@ -144,10 +144,18 @@ def _zero_stage(spec: JobSpec) -> Iterator[Finding]:
         remedy = "make it 1, and raise parallelism.tensor or parallelism.pipeline to save memory"
         yield Finding(ZERO_STAGE, message, remedy)
     elif stage == 2:
-        reasons = ["ZeRO stage 2 is not offered yet"]
-        if spec.parallelism.pipeline > 1:
-            reasons.append("doesn't go with pipeline stages")
-        yield Finding(ZERO_STAGE, ", and ".join(reasons), "make it 0 or 1")
+        reduced = "ZeRO 2 averages gradients in every micro-batch, in buckets that DeepSpeed cuts"
+        against = {
+            "pipeline stages, whose engine averages once a step": spec.parallelism.pipeline > 1,
+            "tensor ranks, which run on the pipeline engine": spec.parallelism.tensor > 1,
+            "tied embeddings, which run on the pipeline engine": spec.model.tie_embeddings,
+            "error feedback, which needs the same buckets always": (
+                spec.gradient_exchange.error_feedback
+            ),
+        }
+        for what, present in against.items():
+            if present:
+                yield Finding(ZERO_STAGE, f"{reduced}: it doesn't go with {what}", "make it 1")
 
 
 def _stages(spec: JobSpec) -> Iterator[Finding]:
@@ -317,7 +325,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((*_SLOT_KEYS, *_DEGREES), _degrees),
     ((*_SLOT_KEYS, TENSOR), check_tensor_slots),
     ((*_SHAPES, TENSOR), built_in(check_tensor_shards)),
-    ((ZERO_STAGE,), _zero_stage),
+    ((ZERO_STAGE, *_DEGREES, ("model", "tie_embeddings"), ("gradient_exchange",)), _zero_stage),
     ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
     ((("model",),), check_model_keys),
     (_WIDTHS, built_in(_heads)),

@@ -92,6 +92,17 @@ REPLACED = "communication_data_type"
 knows no fp8."""
 
 
+_ZERO_2: Mapping[str, Any] = {
+    "stage": 2,
+    # Each bucket then comes as a whole to the one function that the exchange replaces, in the
+    # same order on every replica and on the stream that computes.
+    "reduce_scatter": False,
+    "contiguous_gradients": True,
+    "overlap_comm": False,
+    "round_robin_gradients": False,
+}
+
+
 def own_config(
     batch: BatchShape, *, zero_stage: int, max_norm: float, communication_data_type: str
 ) -> dict[str, Any]:
@@ -102,11 +113,13 @@ def own_config(
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
         "gradient_clipping": max_norm,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True}
+        if zero_stage < 2
+        else {"enabled": True, "check_grad_overflow": True},
         # With FP32 accumulation DeepSpeed chooses BF16_Optimizer, whose gradients are one flat
         # buffer a parameter group and pass through the hook that the exchange hangs on.
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": {"stage": zero_stage} if zero_stage < 2 else dict(_ZERO_2),
         # What passes between stages is replicated over tensor ranks; cutting it for the way
         # costs a gather on the other side.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},

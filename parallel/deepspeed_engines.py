@@ -14,6 +14,9 @@ Written against DeepSpeed 0.19.8. What is overridden, and why there:
 - ``get_grads_for_norm`` of BF16_Optimizer takes the gradient norm from, and clips, the whole
   gradient on every rank. Where a rank has the mean of its own part alone, it is replaced on
   the object: the pipeline engine looks for that very class.
+- ``gradient_reduction_w_predivide`` of DeepSpeedZeroOptimizer, ZeRO 2's, averages a bucket of
+  gradients in every micro-batch, if it is told not to reduce-scatter. What it returns is added
+  to the FP32 gradients of this rank's partition.
 
 Promises: DeepSpeed is left as it was found, its classes and functions included; nothing of it
 is printed while building (its messages go to this module's logger at level DEBUG).
@@ -42,8 +45,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.config import ParallelismConfig
+from parallel.engine_state import shards_gradients
 from parallel.model_plan import LayerPlan
-from parallel.step_hooks import StepHooks
+from parallel.step_hooks import BucketPiece, StepHooks
 from parallel.topology import stage_boundaries
 
 logger = logging.getLogger(__name__)
@@ -194,10 +198,8 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -
 
 
 def attach(engine: Any, hooks: StepHooks) -> None:
-    """Give the engine its hooks, and its optimizer what they know of a scattered gradient."""
+    """Give the engine its hooks, and its optimizer those of sharded gradients."""
     engine.step_hooks = hooks
-    if not hooks.scattered:
-        return
     optimizer = engine.optimizer
 
     def grads_for_norm(for_clipping: bool = False) -> Any:
@@ -206,7 +208,17 @@ def attach(engine: Any, hooks: StepHooks) -> None:
         # DeepSpeed takes the norm of this one element, and adds up the other stages'.
         return [hooks.owned_norm()], {}
 
-    optimizer.get_grads_for_norm = grads_for_norm
+    def reduce(bucket: Tensor, dtype: torch.dtype) -> Tensor:
+        pieces = [
+            BucketPiece(group, index, optimizer.bit16_groups[group][index].numel())
+            for group, index, _ in optimizer.ipg_buckets[dtype].params
+        ]
+        return hooks.reduce(bucket, pieces)
+
+    if shards_gradients(optimizer):
+        optimizer.gradient_reduction_w_predivide = reduce
+    elif hooks.scattered:
+        optimizer.get_grads_for_norm = grads_for_norm
 
 
 @contextlib.contextmanager

@@ -282,8 +282,8 @@ def build_engine(
     ``backend``: unset, the ranks agree on one by their devices (``parallel.precision.choice``).
     ``LOCAL_RANK`` must be set, and ``DS_ACCELERATOR=cpu`` on a machine without an accelerator.
     Raises ValueError for degrees that don't fit the world, for a model that tensor ranks can't
-    share, for ZeRO above 1 (not supported), and for a ``deepspeed`` section that contradicts
-    the rest.
+    share, for ZeRO 3, for ZeRO 2 with what it doesn't go with, and for a ``deepspeed`` section
+    that contradicts the rest.
     """
     degrees = _checked_degrees(parallelism)
     assert degrees.data is not None
@@ -325,6 +325,11 @@ def build_engine(
     # Sharded and shared parameters are DeepSpeed's pipeline engine's business, one stage or more.
     tied = any(layer.tied for layer in plan.layers)
     pipelined = degrees.pipeline > 1 or ranks.tensor is not None or tied
+    if degrees.zero_stage == 2 and (pipelined or gradient_exchange.error_feedback):
+        raise ValueError(
+            "ZeRO stage 2 doesn't go with pipeline stages, tensor ranks, tied embeddings or "
+            "error feedback: make it 1"
+        )
     module = (
         deepspeed_engines.staged_module(plan.layers, degrees, plan.loss, scope.micro_batch)
         if pipelined
@@ -390,8 +395,8 @@ def _model_plan(
 
 
 def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
-    if parallelism.zero_stage > 1:
-        raise ValueError(f"ZeRO stage {parallelism.zero_stage} is not supported, only 0 and 1")
+    if parallelism.zero_stage > 2:
+        raise ValueError("ZeRO stage 3 is not supported, only 0, 1 and 2")
     replicas = data_size(dist.get_world_size(), parallelism)
     return parallelism.model_copy(update={"data": replicas})
 

@@ -36,14 +36,22 @@ def create_moments(optimizer: AdamW) -> None:
             }
 
 
-def optimizer_tensors(bf16_optimizer: Any, group_names: Sequence[str]) -> dict[str, Tensor]:
-    """Live tensors of a BF16_Optimizer over AdamW, by ``{group}.{what}``."""
+def shards_gradients(optimizer: Any) -> bool:
+    """Whether it is DeepSpeed's optimizer of ZeRO 2, and not BF16_Optimizer."""
+    return hasattr(optimizer, "single_partition_of_fp32_groups")
+
+
+def optimizer_tensors(optimizer: Any, group_names: Sequence[str]) -> dict[str, Tensor]:
+    """Live tensors of one of DeepSpeed's optimizers over AdamW, by ``{group}.{what}``."""
     tensors: dict[str, Tensor] = {}
-    for i, name in enumerate(group_names):
-        master = bf16_optimizer.fp32_groups_flat_partition[i]
-        state = bf16_optimizer.optimizer.state[master]
+    if shards_gradients(optimizer):
+        masters, flats = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat
+    else:
+        masters, flats = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat
+    for name, master, flat in zip(group_names, masters, flats, strict=True):
+        state = optimizer.optimizer.state[master]
         # Flattening a single parameter gives a view of it, which autograd guards.
-        tensors[f"{name}.parameters"] = bf16_optimizer.bf16_groups_flat[i].detach()
+        tensors[f"{name}.parameters"] = flat.detach()
         tensors[f"{name}.masters"] = master.detach()
         tensors |= {f"{name}.{what}": state[what] for what in ("exp_avg", "exp_avg_sq", "step")}
     return tensors

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel import engine_state
 from parallel.config import GradientExchangeConfig
 from parallel.gradients import ExchangeDtype, GradientExchange
 from parallel.model_plan import LayerPlan, parameter_name
@@ -122,9 +123,26 @@ def gradient_groups(
 ) -> tuple[GradientGroup, ...]:
     """The flat gradients of DeepSpeed's BF16_Optimizer, each with its exchange.
 
-    Where that optimizer is sharded over the replicas, so is the mean.
+    Where that optimizer is sharded over the replicas, so is the mean. Under ZeRO 2, where
+    there are no flat gradients, a group has its exchange alone.
     """
     optimizer = engine.optimizer
+    if engine_state.shards_gradients(optimizer):
+        return tuple(
+            GradientGroup(
+                name=group.name,
+                exchange=GradientExchange(
+                    dtype if group.matrices else "fp32", config, replicas, device
+                ),
+                parameters=tuple(
+                    parameter_name(engine.param_names[p], layers) for p in group.parameters
+                ),
+                views=(),
+                numel=sum(p.numel() for p in group.parameters),
+                compressed=group.matrices,
+            )
+            for group in groups
+        )
     scattered = dist.get_world_size(optimizer.dp_process_group) > 1
     result = []
     for i, group in enumerate(groups):
@@ -142,6 +160,7 @@ def gradient_groups(
                     parameter_name(engine.param_names[p], layers) for p in optimizer.bf16_groups[i]
                 ),
                 views=tuple(optimizer.fp32_groups_gradients[i]),
+                numel=sum(p.numel() for p in group.parameters),
                 compressed=group.matrices,
                 counted=group.counted,
                 owned=_owned(optimizer, i, tensor) if scattered else None,

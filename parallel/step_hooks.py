@@ -4,7 +4,8 @@ DeepSpeed's engines call these hooks once a step, on every rank and in this orde
 
 1. ``exchange``: find out which local gradients are non-finite, then average the flat
    gradient of each parameter group over the replicas. With a sharded optimizer (ZeRO 1) a
-   rank gets the mean of its own part alone.
+   rank gets the mean of its own part alone. With sharded gradients (ZeRO 2) there is no flat
+   gradient, and ``reduce`` does this for each of DeepSpeed's buckets in every micro-batch.
 2. ``before_update``: reduce the FP8 layers' amax over all ranks of this stage.
 3. DeepSpeed takes the gradient norm, of a sharded gradient from ``owned_norm``; if it is not
    finite it leaves the update out.
@@ -24,6 +25,7 @@ carried over to a gradient that counts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +38,17 @@ from parallel.precision.backend import LayerScope
 
 
 @dataclass(frozen=True, slots=True)
+class BucketPiece:
+    """One parameter's gradient in a bucket of DeepSpeed's, behind the piece before it."""
+
+    group: int
+    """Index of its group."""
+    parameter: int
+    """Its index there."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
 class GradientGroup:
     """One parameter group: its flat gradient is exchanged as a whole."""
 
@@ -45,7 +58,9 @@ class GradientGroup:
     parameters: tuple[str, ...]
     """Names, in the order in which the flat gradient holds them."""
     views: tuple[Tensor, ...]
-    """FP32 view of each parameter's gradient in the flat buffer."""
+    """FP32 view of each parameter's gradient in the flat buffer; none under ZeRO 2."""
+    numel: int = 0
+    """Elements of the parameters together."""
     compressed: bool = True
     """Whether the job's gradient dtype applies; otherwise it goes in FP32."""
     counted: bool = True
@@ -75,7 +90,7 @@ class StepHooks:
         self._replicas = replicas
         self._stage = stage
         self._exchanging = dist.get_world_size(replicas) > 1
-        self._norms: Sequence[Tensor] = ()
+        self._norms: list[Tensor] = []
         self._residuals: list[Tensor] = []
         self._poison = False
         self._calls = 0
@@ -94,13 +109,40 @@ class StepHooks:
             flats[0][0] = torch.nan
             self._poison = False
         views = [view for group in self._groups for view in group.views]
-        self._norms = torch._foreach_norm(views)
+        self._norms = list(torch._foreach_norm(views))
         self._carry_nonfinite(flats[0])
         self._calls += 1
         if self._exchanging:
             self._residuals = [residual.clone() for residual in self._live_residuals()]
             for flat, group in zip(flats, self._groups, strict=True):
                 group.exchange.mean_(flat)
+
+    def reduce(self, bucket: Tensor, pieces: Sequence[BucketPiece]) -> Tensor:
+        """The mean over the replicas of a bucket of gradients; float32, of the same size.
+
+        ``bucket`` is what ``pieces`` say, in their order. All replicas reduce the same
+        buckets, as often as they like in a step.
+        """
+        if self._poison:
+            bucket[0] = torch.nan
+            self._poison = False
+        if not self._calls:
+            self._norms = [bucket.new_zeros((), dtype=torch.float32) for _ in self._names()]
+        self._calls += 1
+        mean = bucket.float()
+        parts = mean.split([piece.numel for piece in pieces])
+        first = [0, *itertools.accumulate(len(group.parameters) for group in self._groups)]
+        for piece, norm in zip(pieces, torch._foreach_norm(parts), strict=True):
+            number = first[piece.group] + piece.parameter
+            self._norms[number] = self._norms[number] + norm
+        if self._exchanging:
+            for i, group in enumerate(self._groups):
+                mine = [part for part, at in zip(parts, pieces, strict=True) if at.group == i]
+                if mine:
+                    flat = torch.cat(mine)
+                    group.exchange.mean_(flat)
+                    torch._foreach_copy_(mine, flat.split([part.numel() for part in mine]))
+        return mean
 
     @property
     def scattered(self) -> bool:
@@ -124,7 +166,8 @@ class StepHooks:
 
     def before_update(self) -> None:
         """Reduce this step's amax over the ranks of the stage."""
-        if self._calls != 1:
+        by_bucket = not any(group.views for group in self._groups)
+        if self._calls != 1 and not (by_bucket and self._calls):
             # A DeepSpeed that reduces elsewhere would train on unaveraged gradients in silence.
             raise RuntimeError(f"gradients were exchanged {self._calls} times in one step")
         self._calls = 0
@@ -166,6 +209,8 @@ class StepHooks:
 
         Waits for the device: ask only when the update was left out.
         """
-        names = [name for group in self._groups for name in group.parameters]
-        finite = torch.stack(list(self._norms)).isfinite().tolist()
-        return tuple(name for name, ok in zip(names, finite, strict=True) if not ok)
+        finite = torch.stack(self._norms).isfinite().tolist()
+        return tuple(name for name, ok in zip(self._names(), finite, strict=True) if not ok)
+
+    def _names(self) -> list[str]:
+        return [name for group in self._groups for name in group.parameters]

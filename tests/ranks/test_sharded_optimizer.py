@@ -54,7 +54,6 @@ def train(world_size: int, steps: int = STEPS, **options: Any) -> dict[str, Any]
         "digest": digest(engine),
         "stage": engine.coordinate.pipe,
         "comm": engine.take_exchange_statistics(),
-        "numel": [sum(v.numel() for v in group.views) for group in engine._groups],
     }
 
 
@@ -119,12 +118,12 @@ def test_half_the_bytes_of_the_whole_exchange_cross_the_network(ranks: Ranks) ->
         assert 0.01 < fp8["relative_error"] < 0.05
 
 
-def replay(rank: int, world_size: int, pipeline: int) -> dict[str, Any]:
+def replay(rank: int, world_size: int, pipeline: int, **options: Any) -> dict[str, Any]:
     """A run with error feedback, and its second half again after going astray."""
-    feedback = GradientExchangeConfig(min_size=1024, error_feedback=True)
-    engine = build(
-        world_size, model=ODD, numbers=numbers(), pipeline=pipeline, gradient_exchange=feedback
+    options.setdefault(
+        "gradient_exchange", GradientExchangeConfig(min_size=1024, error_feedback=True)
     )
+    engine = build(world_size, model=ODD, numbers=numbers(), pipeline=pipeline, **options)
 
     def run(steps: range) -> list[tuple[str, str]]:
         results = [engine.train_step(replica_batches(engine, step), LR) for step in steps]

@@ -112,6 +112,29 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"num_nodes": True}, "num_nodes", "yes-or-no"),
         ({"gpus_per_node": 4}, "slots_per_node", "gpus_per_node is given too"),
         ({"parallelism__zero_stage": 2}, "parallelism.zero_stage", "pipeline"),
+        (
+            {
+                "parallelism__zero_stage": 2,
+                "parallelism__pipeline": 1,
+                "gradient_exchange__error_feedback": True,
+            },
+            "parallelism.zero_stage",
+            "error feedback",
+        ),
+        (
+            {"parallelism__zero_stage": 2, "parallelism__pipeline": 1, "parallelism__tensor": 2},
+            "parallelism.zero_stage",
+            "tensor ranks",
+        ),
+        (
+            {
+                "parallelism__zero_stage": 2,
+                "parallelism__pipeline": 1,
+                "model__tie_embeddings": True,
+            },
+            "parallelism.zero_stage",
+            "tied embeddings",
+        ),
         ({"parallelism__zero_stage": 3}, "parallelism.zero_stage", "shards the parameters too"),
         ({"parallelism__data": 3}, "parallelism.data", "= 6, more than 1 node × 4 slots = 4"),
         ({"parallelism__data": 1}, "parallelism.data", "= 2, less than"),
@@ -194,7 +217,7 @@ def test_nothing_is_said_about_a_default_that_stands_in_for_a_wrong_value() -> N
 def test_a_value_that_its_section_refuses_is_told_by_what_can_be_run() -> None:
     found = problems_of(spec_with(parallelism__zero_stage=5))
     assert list(found) == ["parallelism.zero_stage"]
-    assert found["parallelism.zero_stage"].remedy == "make it 0 or 1"
+    assert found["parallelism.zero_stage"].remedy == "make it 0, 1 or 2"
     assert "3" not in found["parallelism.zero_stage"].message
 
 
@@ -358,6 +381,12 @@ def test_the_demo_job_is_valid_and_complete() -> None:
     spec = load_spec(path)
     assert spec.parallelism.data == 2
     assert spec.training.gradient_accumulation_steps == 4
+
+
+def test_zero_2_is_offered_without_pipeline_stages() -> None:
+    data = spec_with(parallelism__zero_stage=2, parallelism__pipeline=1)
+    spec = spec_of(Source("job.yaml", data, {}), check_data=False)
+    assert spec.parallelism.zero_stage == 2
 
 
 def test_linear_names_are_those_of_the_model() -> None:
