@@ -8,15 +8,25 @@ layers against stages) is checked in ``orchestrator.spec``.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Precision = Literal["fp8", "bf16"]
 """What a linear layer computes in."""
 
-RECIPE_ALIASES = {"tensorwise": "current", "blockwise": "block"}
-"""Recipe words of Megatron and ms-swift, and ours."""
+RECIPE_ALIASES = {
+    "tensorwise": "current",
+    "blockwise": "block",
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "current",
+    "Float8BlockScaling": "block",
+    "MXFP8BlockScaling": "mxfp8",
+}
+"""Recipe words of Megatron and ms-swift, Transformer Engine's classes, and ours."""
+FP8_KEY_ALIASES = {"fp8_recipe": "recipe", "fp8_format": "format"}
+"""Keys of Megatron, ms-swift and accelerate, and ours."""
 
 
 class _Section(BaseModel):
@@ -139,6 +149,17 @@ class FP8Config(_Section):
     backend: Literal["auto", "native", "transformer_engine"] = "auto"
     high_precision_layers: HighPrecisionLayers = HighPrecisionLayers()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _key_aliases(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        # A key given under both names stays, and is refused as one that isn't known.
+        return {
+            FP8_KEY_ALIASES.get(key, key) if FP8_KEY_ALIASES.get(key) not in values else key: value
+            for key, value in values.items()
+        }
+
     @field_validator("recipe", mode="before")
     @classmethod
     def _recipe_alias(cls, value: object) -> object:
@@ -152,7 +173,9 @@ class FP8Config(_Section):
                 "pure E5M2 training is not supported, here as in Transformer Engine; "
                 "HYBRID has E5M2 for output gradients"
             )
-        return RECIPE_FORMATS.get(info.data.get("recipe", "")) if value is None else value
+        if value is None:
+            return RECIPE_FORMATS.get(info.data.get("recipe", ""))
+        return value.upper() if isinstance(value, str) else value
 
     @field_validator(
         "margin",

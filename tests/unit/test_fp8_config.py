@@ -65,7 +65,17 @@ def test_what_is_printed_of_a_section_is_accepted_as_one(recipe):
     assert FP8Config(**config.model_dump()) == config
 
 
-@pytest.mark.parametrize(("alias", "recipe"), [("tensorwise", "current"), ("blockwise", "block")])
+@pytest.mark.parametrize(
+    ("alias", "recipe"),
+    [
+        ("tensorwise", "current"),
+        ("blockwise", "block"),
+        ("DelayedScaling", "delayed"),
+        ("Float8CurrentScaling", "current"),
+        ("Float8BlockScaling", "block"),
+        ("MXFP8BlockScaling", "mxfp8"),
+    ],
+)
 def test_other_systems_words_for_recipes_are_understood(alias, recipe):
     assert FP8Config(recipe=alias) == FP8Config(recipe=recipe)
 
@@ -112,3 +122,13 @@ class TestDimensions:
         problems = recipes.dimension_problems("current", 24, 8)
         assert [message.split(" are ")[0] for message, _ in problems] == ["24 inputs", "8 outputs"]
         assert problems[1][1].startswith("make them 16,")
+
+
+def test_keys_and_words_of_other_trainers_are_taken() -> None:
+    theirs = FP8Config.model_validate({"fp8_recipe": "blockwise", "fp8_format": "hybrid"})
+    assert (theirs.recipe, theirs.format) == ("block", "HYBRID")
+
+
+def test_one_setting_under_two_names_is_refused() -> None:
+    with pytest.raises(ValidationError, match="fp8_format"):
+        FP8Config.model_validate({"fp8_format": "E4M3", "format": "HYBRID"})
