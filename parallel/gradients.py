@@ -23,6 +23,10 @@ Buckets change no number: a block's bytes depend on the block alone.
 Where the optimizer is sharded (ZeRO 1 and above) a rank needs the mean of its own part alone.
 A ``scattered`` exchange stops after the sum, at half the bytes: quantize → all-to-all → FP32
 sum, mean. Neither the mean nor what a rank adds to its own part is rounded.
+
+Error feedback makes up for the first rounding, in the next step. The second, of a mean that is
+gathered, stays: it is the same on all ranks and about as large, so that feedback all but ends
+the long run's error where the exchange is scattered, and halves it where it is not.
 """
 
 from __future__ import annotations
@@ -208,7 +212,7 @@ class GradientExchange:
         on_cpu = self._device.type == "cpu"
         library = kernels.load() if compiled and on_cpu and dtype == "fp8" else None
         self._codec = BlockCodec(FORMATS[config.format.upper()], config.block, library)
-        self._workspaces: dict[int, _Workspace] = {}
+        self._workspaces: dict[tuple[int, bool], _Workspace] = {}
         self._bytes = 0
         self._uncompressed_bytes = 0
         self._error = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -242,23 +246,25 @@ class GradientExchange:
         """Replicas that take part."""
         return self._ranks
 
-    def mean_(self, flat: Tensor) -> None:
+    def mean_(self, flat: Tensor, *, scattered: bool | None = None) -> None:
         """Replace ``flat`` by its mean over the group, the same bits on every rank.
 
         ``flat`` is a contiguous float32 or bfloat16 vector. A collective: every rank of the
         group calls it with as many elements. In FP8 those below ``min_size`` go in BF16.
 
-        A scattered exchange takes float32 in equal parts (else ValueError), and replaces this
+        ``scattered``: for this call, other than as the exchange was made; with error feedback
+        all gradients of one size go one way. A scattered exchange takes float32 in equal parts (else ValueError), and replaces this
         rank's part alone: the others keep what they held.
         """
-        if self._scattered and (flat.numel() % self._ranks or flat.dtype is not torch.float32):
+        scattered = self._scattered if scattered is None else scattered
+        if scattered and (flat.numel() % self._ranks or flat.dtype is not torch.float32):
             raise ValueError(
                 f"{flat.numel()} elements of {flat.dtype} for {self._ranks} ranks: a scattered "
                 "exchange takes float32 in equal parts"
             )
         if self._ranks == 1 or flat.numel() == 0:
             return
-        if self._scattered:
+        if scattered:
             self._scatter_mean(flat)
             return
         ring = 2 * (self._ranks - 1) * flat.numel() // self._ranks
@@ -299,18 +305,18 @@ class GradientExchange:
         With error feedback the residual is part of the state from here on, before the first
         ``mean_``; two gradients of one size need two exchanges.
         """
-        self._workspace(numel)
+        self._workspace(numel, self._scattered)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Error-feedback residuals, live, by size of gradient; empty when it is off."""
         return {
             f"residual.{numel}": workspace.residual
-            for numel, workspace in self._workspaces.items()
+            for (numel, _), workspace in self._workspaces.items()
             if workspace.residual is not None
         }
 
     def _mean_fp8(self, flat: Tensor) -> None:
-        space = self._workspace(flat.numel())
+        space = self._workspace(flat.numel(), scattered=False)
         x = flat.float()
         if space.residual is not None:
             x = x + space.residual
@@ -325,7 +331,7 @@ class GradientExchange:
         parts = flat.view(self._ranks, -1)
         mine = parts[self._rank]
         if self._dtype == "fp8" and flat.numel() >= self.config.min_size:
-            space = self._workspace(flat.numel())
+            space = self._workspace(flat.numel(), scattered=True)
             residuals = None
             if space.residual is not None:
                 residuals = space.residual.view_as(parts)
@@ -435,29 +441,32 @@ class GradientExchange:
         blocks = row.numel() // (self.config.block + 1)
         return row[: blocks * self.config.block], row[blocks * self.config.block :]
 
-    def _workspace(self, numel: int) -> _Workspace:
-        if numel not in self._workspaces:
-            step = self._bucket_share() * (1 if self._scattered else self._ranks)
-            end = numel // self._ranks if self._scattered else numel
+    def _workspace(self, numel: int, scattered: bool) -> _Workspace:
+        key = numel, scattered
+        if key not in self._workspaces:
+            step = self._bucket_share() * (1 if scattered else self._ranks)
+            end = numel // self._ranks if scattered else numel
             starts = range(0, end, step)
-            buckets = tuple(self._bucket(start, min(step, end - start)) for start in starts)
+            buckets = tuple(
+                self._bucket(start, min(step, end - start), scattered) for start in starts
+            )
             feedback = self.config.error_feedback
             residual = torch.zeros(numel, device=self._device) if feedback else None
-            self._workspaces[numel] = _Workspace(buckets, residual)
-        return self._workspaces[numel]
+            self._workspaces[key] = _Workspace(buckets, residual)
+        return self._workspaces[key]
 
     def _bucket_share(self) -> int:
         """Elements of a bucket for each rank; whole blocks, so that buckets cut none."""
         return max(1, self.config.bucket // self.config.block) * self.config.block
 
-    def _bucket(self, start: int, numel: int) -> _Bucket:
+    def _bucket(self, start: int, numel: int, scattered: bool) -> _Bucket:
         block = self.config.block
-        blocks = -(-numel // (block * (1 if self._scattered else self._ranks)))
+        blocks = -(-numel // (block * (1 if scattered else self._ranks)))
         shape = (self._ranks, blocks * (block + 1))
         sent, received, gathered = (
             torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(3)
         )
-        if self._scattered:
+        if scattered:
             return _Bucket(start, numel, sent, received, gathered[:0], sent.new_empty(0))
         before = min(numel, self._rank * blocks * block)
         share = torch.zeros(min(blocks * block, numel - before), device=self._device)

@@ -6,7 +6,13 @@ import os
 import subprocess
 import sys
 
-BENCHMARKS = ("bench_overhead", "bench_recovery", "bench_start", "bench_fp8_linear")
+BENCHMARKS = (
+    "bench_overhead",
+    "bench_recovery",
+    "bench_start",
+    "bench_fp8_linear",
+    "bench_exchange_error",
+)
 
 
 def main() -> int:
