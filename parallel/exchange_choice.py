@@ -80,7 +80,8 @@ def measure(
                 taken = _seconds(copies, sizes, world)
                 if repeat >= 0:
                     seconds[repeat, way] = taken
-    agreed = torch.cat([seconds.flatten(), torch.tensor([float(sum(sizes)), float(replicas)])])
+    counts = torch.tensor([sum(sizes), replicas], dtype=torch.float64)
+    agreed = torch.cat([seconds.flatten(), counts])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world)
     bf16_s, fp8_s = agreed[:-2].view_as(seconds).median(0).values.tolist()
     return ExchangeTimes(int(agreed[-1]), int(agreed[-2]), bf16_s, fp8_s)
@@ -91,7 +92,7 @@ def _seconds(
 ) -> float:
     generator = torch.Generator().manual_seed(0)
     gradients = [
-        torch.randn(numel, generator=generator).to(exchange.device)
+        torch.randn(numel, generator=generator, dtype=torch.float32).to(exchange.device)
         for exchange, numel in zip(exchanges, sizes, strict=True)
     ]
     _finish(exchanges)

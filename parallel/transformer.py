@@ -272,7 +272,7 @@ def _initialize(
 
     def drawn(shape: tuple[int, ...], into_residual: bool) -> Tensor:
         std = model.init_std / (math.sqrt(2 * model.num_layers) if into_residual else 1.0)
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
 
     if isinstance(module, TransformerLayer):
         for matrix in module.matrices(model):

@@ -90,7 +90,8 @@ class Blockwise(Quantizer):
         payload = exponents = None
         if columns == "kept":
             payload = torch.empty_like(x, dtype=self.format.dtype)
-            exponents = torch.empty(-(-x.shape[0] // self.block), x.shape[1], dtype=torch.uint8)
+            blocks = -(-x.shape[0] // self.block)
+            exponents = torch.empty(blocks, x.shape[1], dtype=torch.uint8, device=x.device)
         self.library.octavo_quantize_blocks(
             self._address,
             x.data_ptr(),

@@ -22,14 +22,14 @@ class OperandStatistics:
 
     def __init__(self, config: FP8Config, linears: int, device: torch.device) -> None:
         tensors = linears * len(ROLES)
-        self.amax = torch.zeros(tensors, device=device)
-        self.scale = torch.ones(tensors, device=device)
+        self.amax = torch.zeros(tensors, dtype=torch.float32, device=device)
+        self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
         self.counters = torch.zeros(tensors, 4, dtype=torch.int64, device=device)
         self.seen = False
         """Whether anything was observed since the last ``take``."""
         self._config = config
         formats = [format_of(config, role) for role in ROLES] * linears
-        self.fp8_max = torch.tensor([f.max for f in formats], device=device)
+        self.fp8_max = torch.tensor([f.max for f in formats], dtype=torch.float32, device=device)
 
     def rows(self, start: int) -> dict[Role, OperandRow]:
         """The operands of the linear whose first row is ``start``."""
@@ -37,7 +37,7 @@ class OperandStatistics:
 
     def empty(self) -> Tensor:
         """Statistics of no tensor."""
-        return torch.zeros(0, len(STATISTICS_COLUMNS), device=self.amax.device)
+        return self.amax.new_zeros(0, len(STATISTICS_COLUMNS))
 
     def take(self) -> Tensor:
         """float32 [tensors, columns] since the last call, and start anew.
@@ -48,7 +48,7 @@ class OperandStatistics:
         """
         if self._config.recipe != "delayed":
             self.scale.copy_(_scale_of(self.amax, self.fp8_max, self._config))
-        report = torch.zeros(len(self.amax), len(STATISTICS_COLUMNS), device=self.amax.device)
+        report = self.amax.new_zeros(len(self.amax), len(STATISTICS_COLUMNS))
         column = STATISTICS_COLUMNS.index
         report[:, column("amax")] = self.amax
         report[:, column("scale")] = self.scale

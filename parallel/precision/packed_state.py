@@ -2,7 +2,8 @@
 
 Promises: the tensors keep their identity for life, so that views into them (the quantizers'
 rows, the addresses in C) and snapshots copied back in place stay good; nothing here waits for
-the device.
+the device. They are the same whatever a program's default dtype and device are, and no
+inference tensors, so that training may come after a first forward in inference mode.
 """
 
 from __future__ import annotations
@@ -37,15 +38,21 @@ class PackedState:
         self.recipe = recipe
         self.kind = QUANTIZERS[recipe.scaling]
         self.history = torch.zeros(
-            recipe.amax_history_len if recipe.has_state else 1, tensors, device=device
+            *(recipe.amax_history_len if recipe.has_state else 1, tensors),
+            dtype=torch.float32,
+            device=device,
         )
         # Row 0 is where this step's amax gathers, as in Transformer Engine.
         self.amax = self.history[0]
-        self.scale = torch.ones(tensors, device=device)
-        self.fp8_max = torch.tensor([format.max for _, format in operands], device=device)
+        self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
+        self.fp8_max = torch.tensor(
+            [format.max for _, format in operands], dtype=torch.float32, device=device
+        )
         self.counters = torch.zeros(tensors, len(COUNTERS), dtype=torch.int64, device=device)
         self.energies = torch.zeros(tensors, len(ENERGIES), dtype=torch.float64, device=device)
-        self.report = torch.zeros(tensors, len(STATISTICS_COLUMNS), device=device)
+        self.report = torch.zeros(
+            *(tensors, len(STATISTICS_COLUMNS)), dtype=torch.float32, device=device
+        )
         self.quantizers = [
             self.kind(role, format, recipe, self._row(i), library)
             for i, (role, format) in enumerate(operands)
@@ -61,7 +68,7 @@ class PackedState:
 
     def make_room(self, rows: Sequence[int], amax: Tensor) -> None:
         """Scales of ``rows`` such that values up to ``amax``, float32 [rows], don't saturate."""
-        at = torch.tensor(rows, device=self.scale.device)
+        at = torch.tensor(rows, dtype=torch.int64, device=self.scale.device)
         self.scale[at] = scaling.scale_with_room(
             self.scale[at],
             amax,

@@ -42,7 +42,7 @@ class _PerTensor(Quantizer):
         x = x.contiguous()
         values = torch.empty_like(x)
         payload = torch.empty_like(x, dtype=self.format.dtype) if keep else None
-        scale_inv = torch.empty((), dtype=torch.float32)
+        scale_inv = torch.empty((), dtype=torch.float32, device=x.device)
         self.library.octavo_quantize(
             self._address,
             x.data_ptr(),

@@ -127,7 +127,9 @@ def amax_to_exponent(amax: Tensor, fp8_max: float | Tensor) -> Tensor:
     kernels it multiplies by the reciprocal of ``fp8_max``, which for every BF16 amax gives
     the exponent that the division would.
     """
-    quotient = (amax * (torch.ones((), device=amax.device) / fp8_max)).view(torch.int32)
+    quotient = (amax * (torch.ones((), dtype=torch.float32, device=amax.device) / fp8_max)).view(
+        torch.int32
+    )
     exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
     # Below FP32's normal numbers 2^-127 is the least power; up to it everything rounds to 0.
     up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)

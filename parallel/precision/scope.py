@@ -306,7 +306,9 @@ class PrecisionScope:
         """
         names = tuple(f"{name}/{role}" for name in self._linears for role in ROLES)
         if not names:
-            return names, torch.zeros(0, len(STATISTICS_COLUMNS), device=self.device)
+            return names, torch.zeros(
+                *(0, len(STATISTICS_COLUMNS)), dtype=torch.float32, device=self.device
+            )
         return names, self._packed().take_report()
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -35,6 +35,18 @@ def build(model: ModelConfig, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*(plan.build() for plan in plans(model, seed)))
 
 
+def test_the_default_dtype_changes_no_initial_weight():
+    expected = build(FULL)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        mine = build(FULL)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(mine.parameters(), expected.parameters(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
 def tokens(model: ModelConfig, sequences: int = 3, length: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     return torch.randint(0, model.vocab_size, (sequences, length), generator=generator)
