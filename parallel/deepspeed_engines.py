@@ -210,7 +210,12 @@ def attach(engine: Any, hooks: StepHooks) -> None:
 
     def reduce(bucket: Tensor, dtype: torch.dtype) -> Tensor:
         pieces = [
-            BucketPiece(group, index, optimizer.bit16_groups[group][index].numel())
+            BucketPiece(
+                group,
+                index,
+                optimizer.round_robin_bit16_offsets[group][index],
+                optimizer.bit16_groups[group][index].numel(),
+            )
             for group, index, _ in optimizer.ipg_buckets[dtype].params
         ]
         return hooks.reduce(bucket, pieces)

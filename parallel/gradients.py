@@ -253,8 +253,8 @@ class GradientExchange:
         group calls it with as many elements. In FP8 those below ``min_size`` go in BF16.
 
         ``scattered``: for this call, other than as the exchange was made; with error feedback
-        all gradients of one size go one way. A scattered exchange takes float32 in equal parts (else ValueError), and replaces this
-        rank's part alone: the others keep what they held.
+        all gradients of one size go one way. A scattered exchange takes float32 in equal parts
+        (else ValueError), and replaces this rank's part alone: the others keep what they held.
         """
         scattered = self._scattered if scattered is None else scattered
         if scattered and (flat.numel() % self._ranks or flat.dtype is not torch.float32):
@@ -451,7 +451,9 @@ class GradientExchange:
                 self._bucket(start, min(step, end - start), scattered) for start in starts
             )
             feedback = self.config.error_feedback
-            residual = torch.zeros(numel, device=self._device) if feedback else None
+            residual = (
+                torch.zeros(numel, dtype=torch.float32, device=self._device) if feedback else None
+            )
             self._workspaces[key] = _Workspace(buckets, residual)
         return self._workspaces[key]
 
@@ -469,7 +471,9 @@ class GradientExchange:
         if scattered:
             return _Bucket(start, numel, sent, received, gathered[:0], sent.new_empty(0))
         before = min(numel, self._rank * blocks * block)
-        share = torch.zeros(min(blocks * block, numel - before), device=self._device)
+        share = torch.zeros(
+            min(blocks * block, numel - before), dtype=torch.float32, device=self._device
+        )
         return _Bucket(start, numel, sent, received, gathered, share)
 
 

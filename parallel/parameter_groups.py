@@ -139,9 +139,10 @@ def gradient_groups(
                 ),
                 views=(),
                 numel=sum(p.numel() for p in group.parameters),
+                partition=int(optimizer.partition_size[i]),
                 compressed=group.matrices,
             )
-            for group in groups
+            for i, group in enumerate(groups)
         )
     scattered = dist.get_world_size(optimizer.dp_process_group) > 1
     result = []

@@ -26,7 +26,7 @@ carried over to a gradient that counts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,8 @@ class BucketPiece:
     """Index of its group."""
     parameter: int
     """Its index there."""
+    start: int
+    """Where it begins in its group's flat parameters."""
     numel: int
 
 
@@ -61,6 +63,8 @@ class GradientGroup:
     """FP32 view of each parameter's gradient in the flat buffer; none under ZeRO 2."""
     numel: int = 0
     """Elements of the parameters together."""
+    partition: int = 0
+    """Under ZeRO 2, elements of the flat parameters that each replica owns."""
     compressed: bool = True
     """Whether the job's gradient dtype applies; otherwise it goes in FP32."""
     counted: bool = True
@@ -120,6 +124,7 @@ class StepHooks:
     def reduce(self, bucket: Tensor, pieces: Sequence[BucketPiece]) -> Tensor:
         """The mean over the replicas of a bucket of gradients; float32, of the same size.
 
+        What other replicas own may be left as it was, or be averaged too.
         ``bucket`` is what ``pieces`` say, in their order. All replicas reduce the same
         buckets, as often as they like in a step.
         """
@@ -137,12 +142,37 @@ class StepHooks:
             self._norms[number] = self._norms[number] + norm
         if self._exchanging:
             for i, group in enumerate(self._groups):
-                mine = [part for part, at in zip(parts, pieces, strict=True) if at.group == i]
+                mine = [
+                    (at.start, part)
+                    for part, at in zip(parts, pieces, strict=True)
+                    if at.group == i
+                ]
                 if mine:
-                    flat = torch.cat(mine)
-                    group.exchange.mean_(flat)
-                    torch._foreach_copy_(mine, flat.split([part.numel() for part in mine]))
+                    self._reduce_group(group, mine)
         return mean
+
+    def _reduce_group(self, group: GradientGroup, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Average ``parts`` in place, each with where it begins in the flat parameters."""
+        rank, ranks = dist.get_rank(self._replicas), dist.get_world_size(self._replicas)
+        owned = [list(_within(parts, r * group.partition, group.partition)) for r in range(ranks)]
+        widest = max(sum(piece.numel() for piece in row) for row in owned)
+        numel = sum(part.numel() for _, part in parts)
+        # Rows as wide as the widest go once each, the whole goes twice without such padding.
+        # A bucket that few replicas own is slower the first way.
+        if ranks * widest < 2 * numel:
+            rows = parts[0][1].new_zeros((ranks, widest))
+            for row, pieces in zip(rows, owned, strict=True):
+                if pieces:
+                    torch.cat(pieces, out=row[: sum(piece.numel() for piece in pieces)])
+            group.exchange.mean_(rows.view(-1), scattered=True)
+            taken, means = owned[rank], rows[rank]
+        else:
+            means = torch.cat([part for _, part in parts])
+            group.exchange.mean_(means)
+            taken = [part for _, part in parts]
+        sizes = [piece.numel() for piece in taken]
+        if taken:
+            torch._foreach_copy_(taken, means[: sum(sizes)].split(sizes))
 
     @property
     def scattered(self) -> bool:
@@ -214,3 +244,11 @@ class StepHooks:
 
     def _names(self) -> list[str]:
         return [name for group in self._groups for name in group.parameters]
+
+
+def _within(parts: Sequence[tuple[int, Tensor]], begin: int, numel: int) -> Iterator[Tensor]:
+    """What of ``parts`` lies in [begin, begin + numel) of the flat parameters; views."""
+    for start, part in parts:
+        low, high = max(start, begin), min(start + part.numel(), begin + numel)
+        if low < high:
+            yield part[low - start : high - start]
