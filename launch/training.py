@@ -381,5 +381,6 @@ class TrainingLoop:
         if (error := self._shipper.disk_error(self._step)) is not None:
             detail = f"no checkpoint of step {self._step}: {error}"
         self._reporter.close()
+        self._reporter.raise_failure()
         dist.destroy_process_group()
         return RankResult(self._assignment.rank, self._step, reason, detail)

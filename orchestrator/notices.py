@@ -112,11 +112,11 @@ def copy_refused(point: RestorePoint, error: str) -> Notice:
 
 
 def unrecorded(first: int, last: int) -> Notice:
-    """Steps whose numbers are lost: redoing them would have cost too much."""
+    """Steps whose numbers are lost: redoing them would have cost too much, or is too late."""
     return Notice(
         "unrecorded",
-        f"Steps {first} to {last} were trained while no supervisor was there to record them; "
-        "their losses are not known, and no detector has seen them.",
+        f"Steps {first} to {last} were trained without being recorded; their losses are not "
+        "known, and no detector has seen them.",
         {"first": first, "last": last},
     )
 

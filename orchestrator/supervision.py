@@ -363,6 +363,11 @@ class Supervision:
         ended = self._group.ended()
         if len(ended) == self._world and self._drained(ended, now):
             done = f"All {self._spec.training.steps} steps are done."
+            newest = self._attempt.facts.step
+            if newest + 1 < self._spec.training.steps:
+                gap = notices.unrecorded(newest + 1, self._spec.training.steps - 1)
+                self._journal.happened(gap, now)
+                done = f"{done} {gap.message}"
             self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
 
     def _failed(self, now: float) -> bool:

@@ -611,6 +611,18 @@ class TestEnd:
         job.step()
         assert job.supervision.phase is Phase.OVER and len(job.controller.steps) == 12
 
+    def test_steps_whose_reports_never_came_are_told_at_the_end(self, bench: Make) -> None:
+        job = bench(training={"steps": 12})
+        job.train(8)
+        job.ranks.deliver = lambda reports: None
+        job.ranks.train(4)
+        job.ranks.finish()
+        job.step()
+        job.step(11.0)
+        assert job.supervision.phase is Phase.OVER
+        assert job.settled().event("unrecorded").detail == {"first": 8, "last": 11}
+        assert "Steps 8 to 11" in job.controller.event("ended").message
+
     def test_a_stop_takes_a_checkpoint_first(self, bench: Make) -> None:
         job = bench()
         job.train(8)
