@@ -22,7 +22,8 @@ relative together, an eighth of what rounding one operand to E4M3 may cost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,10 @@ from parallel.tensor import Shard, mark_sharded
 
 
 def product(a: Factor, b: Factor, library: kernels.Library | None = None) -> Tensor:
-    """``a @ b`` in BF16 with FP32 sums, and their scales applied in FP32 where they have any."""
+    """``a @ b`` in BF16 with FP32 sums, and their scales applied in FP32 where they have any.
+
+    Raises RuntimeError where the product on CPU isn't BF16, as under autocast.
+    """
     if a.values.dtype == torch.float32 or b.values.dtype == torch.float32:
         return torch.mm(a.values.float(), b.values.float()).to(torch.bfloat16)
     if a.values.is_cuda:
@@ -46,6 +50,9 @@ def product(a: Factor, b: Factor, library: kernels.Library | None = None) -> Ten
             result.mul_(a.scale_inv * b.scale_inv)
         return result.to(torch.bfloat16)
     result = torch.mm(a.values, b.values)
+    if result.dtype is not torch.bfloat16:
+        # What comes next, in C, reads BF16 whatever it is given.
+        raise RuntimeError(f"a product of BF16 values came out in {result.dtype}")
     if a.scale_inv is None or b.scale_inv is None:
         return result
     if library is None:
@@ -63,6 +70,26 @@ def _transposed(factor: Factor) -> Factor:
 
 def _bf16(x: Tensor) -> Tensor:
     return x if x.dtype is torch.bfloat16 else x.to(torch.bfloat16)
+
+
+def _casts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _uncast(x: Tensor) -> AbstractContextManager[object]:
+    """No autocast inside: it would cast the operands of the products, of a backward's too."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if _casts(device) else nullcontext()
+
+
+def _plain_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, undo: Tensor | None
+) -> Tensor:
+    """``F.linear`` that takes an input of another dtype than the weight's, and computes in it."""
+    if input.dtype is not weight.dtype and not _casts(input.device.type):
+        weight = weight.to(input.dtype)
+        bias = None if bias is None else bias.to(input.dtype)
+    return F.linear(input if undo is None else input * undo, weight, bias)
 
 
 class BF16Linear(nn.Linear):
@@ -89,9 +116,23 @@ class BF16Linear(nn.Linear):
         """
 
         def own(x: Tensor) -> Tensor:
-            return F.linear(x if undo is None else x * undo, self.weight)
+            return _plain_linear(x, self.weight, None, undo)
 
         return own(input) if self.shard is None else self.shard.run(own, input)
+
+
+class _KeptWeight(NamedTuple):
+    """Which weight was quantized. While it is held, no other can have its identity or memory."""
+
+    tensor: Tensor
+    memory: Tensor
+    """An alias: ``tensor.data`` may be replaced."""
+    version: int | None
+    """None: an inference tensor's, whose changes nobody counts."""
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class Float8Linear(nn.Linear):
@@ -100,8 +141,9 @@ class Float8Linear(nn.Linear):
     While in BF16 it computes what ``nn.Linear`` does, to the bit, and goes on observing amax,
     so that its scales are fresh when it returns. Outside ``train()`` mode nothing is
     observed. The weight is quantized once and kept until ``forget_weight``, which the scope
-    calls at every step boundary, or until autograd counts a change of it in place (a change
-    through ``.data`` it doesn't count: say so by ``forget_weight``).
+    calls at every step boundary, until another tensor or other memory takes its place (a
+    parameter replaced, ``functional_call``, ``.data = …``), or until autograd counts a change
+    of it in place (one through ``.data`` it doesn't count: say so by ``forget_weight``).
 
     With a bias it is added in BF16 after the product, and its gradient is the sum of the
     gradient as it came, unquantized, as in Transformer Engine.
@@ -136,7 +178,7 @@ class Float8Linear(nn.Linear):
         self._bind = bind
         self._weight_q: Quantized | None = None
         self._weight_seen = False
-        self._weight_version = -1
+        self._kept: _KeptWeight | None = None
 
     def forward(self, input: Tensor, undo: Tensor | None = None) -> Tensor:
         """``input @ weight.T``; [..., in_features] → [..., out_features], dtype of ``input``.
@@ -153,17 +195,12 @@ class Float8Linear(nn.Linear):
     def _own(self, input: Tensor, undo: Tensor | None) -> Tensor:
         """The product of this rank's shard alone."""
         if self.current == "fp8":
+            output: Tensor = _Float8Product.apply(input, self.weight, self.bias, self, undo)
             device = input.device.type
-            casting = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-            if not casting:
-                return _Float8Product.apply(input, self.weight, self.bias, self, undo)
-            # Autocast would cast the operands of the products inside; its dtype is the output's.
-            with torch.autocast(device, enabled=False):
-                output = _Float8Product.apply(input, self.weight, self.bias, self, undo)
-            return output.to(torch.get_autocast_dtype(device))
+            return output.to(torch.get_autocast_dtype(device)) if _casts(device) else output
         if self._observes:
             self._observe_operands(input)
-        output = F.linear(input if undo is None else input * undo, self.weight, self.bias)
+        output = _plain_linear(input, self.weight, self.bias, undo)
         if self.training and output.requires_grad:
             output = _ObserveGradient.apply(output, self.operand("grad_output"))
         return output
@@ -178,10 +215,15 @@ class Float8Linear(nn.Linear):
         quantizer = self.operands[role]
         return quantizer if self._observes else quantizer.quiet()
 
-    def quantized_weight(self, *, for_dgrad: bool) -> Quantized:
-        """wq_OI, quantized at the first call after ``forget_weight``."""
-        if self._weight_version != self.weight._version:
+    def quantized_weight(self, weight: Tensor, *, for_dgrad: bool) -> Quantized:
+        """wq_OI of ``weight``, which is this layer's, or what stands for it in this call.
+
+        Quantized at the first call after ``forget_weight``, and whenever it isn't the tensor
+        that it was then, with the memory and at the version that it had.
+        """
+        if not self._is_kept(weight):
             self.forget_weight()
+            self._kept = _KeptWeight(weight, weight.detach(), _version(weight))
         kept = self._weight_q
         # What evaluation quantized was not observed: training sees it once a step all the same.
         seen = self._weight_seen or not self._observes
@@ -189,8 +231,10 @@ class Float8Linear(nn.Linear):
             quantizer = self.operand("weight")
             if self._weight_seen:
                 quantizer = quantizer.quiet()
-            weight = _bf16(self.weight.detach())
-            kept = quantizer.quantize(weight, "values" if for_dgrad else "none")
+            # What inference mode makes, no graph may hold, and training will ask for this.
+            with torch.inference_mode(False), torch.no_grad():
+                values = _bf16(weight.detach())
+                kept = quantizer.quantize(values, "values" if for_dgrad else "none")
             self._weight_q = kept
             self._weight_seen = self._weight_seen or self._observes
         return kept
@@ -199,12 +243,27 @@ class Float8Linear(nn.Linear):
         """The weight has changed or may have: quantize it again when next needed."""
         self._weight_q = None
         self._weight_seen = False
-        self._weight_version = self.weight._version
+        self._kept = None
+
+    def _is_kept(self, weight: Tensor) -> bool:
+        kept = self._kept
+        return (
+            kept is not None
+            and kept.tensor is weight
+            and kept.version is not None
+            and kept.version == _version(weight)
+            and kept.memory.data_ptr() == weight.data_ptr()
+            and kept.memory.stride() == weight.stride()
+        )
 
     def _observe_operands(self, input: Tensor) -> None:
         self.operand("input").observe(_bf16(input.detach()))
+        weight = self.weight
+        if not self._is_kept(weight):
+            self.forget_weight()
+            self._kept = _KeptWeight(weight, weight.detach(), _version(weight))
         if not self._weight_seen:
-            self.operand("weight").observe(_bf16(self.weight.detach()))
+            self.operand("weight").observe(_bf16(weight.detach()))
             self._weight_seen = True
 
     def extra_repr(self) -> str:
@@ -231,10 +290,22 @@ class _Float8Product(torch.autograd.Function):
         layer: Float8Linear,
         undo: Tensor | None,
     ) -> Tensor:
+        with _uncast(input):
+            return _Float8Product._forward(ctx, input, weight, bias, layer, undo)
+
+    @staticmethod
+    def _forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Float8Linear,
+        undo: Tensor | None,
+    ) -> Tensor:
         x_TI = _bf16(input.reshape(-1, layer.in_features))
         quantizer = layer.operand("input")
         x = quantizer.quantize(x_TI, "kept" if ctx.needs_input_grad[1] else "none")
-        w = layer.quantized_weight(for_dgrad=ctx.needs_input_grad[0])
+        w = layer.quantized_weight(weight, for_dgrad=ctx.needs_input_grad[0])
         wqr_OI = w.rows
         if undo is not None:
             # Of the two operands the weight is the smaller; by powers of two it stays exact.
@@ -253,6 +324,11 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("an FP8 linear has no second derivative (create_graph=True)")
+        with _uncast(grad_output):
+            return _Float8Product._backward(ctx, grad_output)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         layer: Float8Linear = ctx.layer
         payload_TI, x_scale_inv, wqc_OI, w_scale_inv, undo = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]

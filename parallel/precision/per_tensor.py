@@ -93,14 +93,11 @@ class CurrentQuantizer(_PerTensor):
     def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
         return _scale(recipe, amax, fp8_max)
 
-    def quiet(self) -> Quantizer:
+    def _make_quiet(self) -> Quantizer:
         """As everywhere, and with a scale of its own, since each tensor sets it anew."""
-        if self._quiet is None:
-            twin = self.row.twin()
-            row = StateRow(twin.amax, self.row.scale.clone(), twin.counters)
-            self._quiet = CurrentQuantizer(self.role, self.format, self.recipe, row, self.library)
-            self._quiet.collect = False
-        return self._quiet
+        twin = self.row.twin()
+        row = StateRow(twin.amax, self.row.scale.clone(), twin.counters)
+        return CurrentQuantizer(self.role, self.format, self.recipe, row, self.library)
 
     def _make_scale(self, amax: Tensor) -> None:
         self.row.scale.copy_(_scale(self.recipe, amax, self.format.max))

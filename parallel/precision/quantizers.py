@@ -157,11 +157,14 @@ class Quantizer(ABC):
     def quiet(self) -> Quantizer:
         """One that computes the same and keeps neither amax nor counters."""
         if self._quiet is None:
-            self._quiet = type(self)(
-                self.role, self.format, self.recipe, self.row.twin(), self.library
-            )
+            # Its row changes in place, which tensors made in inference mode may not outside.
+            with torch.inference_mode(False):
+                self._quiet = self._make_quiet()
             self._quiet.collect = False
         return self._quiet
+
+    def _make_quiet(self) -> Quantizer:
+        return type(self)(self.role, self.format, self.recipe, self.row.twin(), self.library)
 
     def observe(self, x: Tensor) -> None:
         """See a BF16 tensor that is not quantized: amax, non-finite values, count."""

@@ -339,7 +339,9 @@ class PrecisionScope:
 
     def _packed(self) -> PackedState:
         if self._state is None:
-            self._state = PackedState(self.recipe, len(self._linears), self.device, self._kernels)
+            with torch.inference_mode(False):
+                state = PackedState(self.recipe, len(self._linears), self.device, self._kernels)
+            self._state = state
             made = iter(self._state.quantizers)
             for layer in self._linears.values():
                 layer.operands = {role: next(made) for role in ROLES}

@@ -367,6 +367,11 @@ class TransformerEngineScope:
     def _laid_out(self) -> OperandStatistics:
         if self._observed is not None:
             return self._observed
+        # What inference mode makes, training could not change.
+        with torch.inference_mode(False):
+            return self._lay_out()
+
+    def _lay_out(self) -> OperandStatistics:
         self._observed = OperandStatistics(self._config, len(self._linears), self.device)
         handles = list(self._linears.values())
         if self._delayed and handles:
