@@ -16,11 +16,13 @@ static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return 
 static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 
 typedef struct {
-    float max, overflow, min_normal;
+    float max;
+    float overflow; /* the least magnitude that rounds beyond max: see formats.py */
+    float min_normal;
     uint32_t mantissa; /* bits */
     uint32_t rebias;   /* difference of the exponent biases, in units of the code */
 } format;
-static const format E4M3 = {448.0f, 464.0f, 0x1p-6f, 3, (127 - 7) << 3};
+static const format E4M3 = {448.0f, 0x1.d00002p8f, 0x1p-6f, 3, (127 - 7) << 3};
 static const format E5M2 = {57344.0f, 61440.0f, 0x1p-14f, 2, (127 - 15) << 2};
 
 /* Largest magnitude, as the upper half of its FP32 bits: a NaN is the largest. */
@@ -55,7 +57,7 @@ static inline int64_t saturated(const uint16_t *x, int n, float scale, float ove
     int64_t count = 0;
     for (int i = 0; i < n; i++) {
         uint32_t magnitude = (uint32_t)(x[i] & 0x7fffu) << 16;
-        count += magnitude < 0x7f800000u && float_of(magnitude) * scale > overflow;
+        count += magnitude < 0x7f800000u && float_of(magnitude) * scale >= overflow;
     }
     return count;
 }

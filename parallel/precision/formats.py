@@ -31,13 +31,15 @@ class Float8Format:
     dtype: torch.dtype
     max: float
     overflow: float
-    """Half a last place beyond max: a magnitude above it is saturated, not just rounded."""
+    """The least FP32 magnitude that, without saturation, would round beyond max: from it on a
+    value is saturated, not just rounded. Half a last place beyond max is a tie, which goes to the
+    even code: E4M3's 464 back to 448, E5M2's 61440 on to infinity."""
     min_subnormal: float
     code: int
     """Its number in the C casts."""
 
 
-E4M3 = Float8Format("E4M3", torch.float8_e4m3fn, 448.0, 464.0, 2.0**-9, 0)
+E4M3 = Float8Format("E4M3", torch.float8_e4m3fn, 448.0, 464.0 + 2.0**-15, 2.0**-9, 0)
 """Four exponent bits, no infinity: inputs and weights."""
 E5M2 = Float8Format("E5M2", torch.float8_e5m2, 57344.0, 61440.0, 2.0**-16, 1)
 """Five exponent bits: output gradients under HYBRID."""

@@ -63,7 +63,7 @@ void octavo_quantize(const slot *to, const uint16_t *x, int64_t n, uint8_t *payl
         if (!to->counting) continue;
         /* The rare ones are counted only where the largest says that there are some. */
         if (seen >= 0x7f800000u) counters[2] += nonfinite(x + at, m);
-        if (!(float_of(seen) * s <= overflow)) counters[0] += saturated(x + at, m, s, overflow);
+        if (!(float_of(seen) * s < overflow)) counters[0] += saturated(x + at, m, s, overflow);
         counters[1] += vanished(x + at, values + at, m);
         if (to->energies) measure_error(to, x + at, values + at, m, *scale_inv);
     }

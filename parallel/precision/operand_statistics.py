@@ -108,7 +108,7 @@ class OperandRow:
             scale = _scale_of(amax, self._format.max, self._statistics._config)
         scaled = x.float() * scale
         rounded = upcast(saturating_cast(scaled, self._format), self._format)
-        counters[0] += (finite & (scaled.abs() > self._format.overflow)).sum()
+        counters[0] += (finite & (scaled.abs() >= self._format.overflow)).sum()
         counters[1] += ((rounded == 0) & (x != 0)).sum()
 
 

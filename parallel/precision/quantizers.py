@@ -184,7 +184,7 @@ class Quantizer(ABC):
         if not self.collect:
             return
         finite = torch.isfinite(x)
-        beyond = finite & (scaled.abs() > self.format.overflow)
+        beyond = finite & (scaled.abs() >= self.format.overflow)
         vanished = (values == 0) & (x != 0)
         self.row.counters[:3] += torch.stack([beyond.sum(), vanished.sum(), (~finite).sum()])
         self.row.counters[3] += x.numel()

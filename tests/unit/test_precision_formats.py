@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from parallel.config import FP8Config
 from parallel.precision import kernels, recipes
 from parallel.precision.formats import E4M3, E5M2, Float8Format, saturating_cast
+from parallel.precision.operand_statistics import OperandStatistics
 from parallel.precision.per_tensor import DelayedQuantizer
 from parallel.precision.quantizers import Kept, StateRow
 
@@ -124,6 +126,63 @@ def test_counters_tell_saturated_underflowed_nonfinite_and_all(format, way):
     assert quantizer.row.counters.tolist() == [2, 2, 3, len(x)]
     quantizer.quantize(torch.tensor(x).bfloat16(), "none")
     assert quantizer.row.counters.tolist() == [4, 4, 6, 2 * len(x)]
+
+
+def beyond(format: Float8Format, x: Tensor) -> list[bool]:
+    """Whether rounding alone, which ml_dtypes does without saturation, leaves the format."""
+    rounded = x.float().numpy().astype(NUMPY[format.name]).astype(np.float32)
+    return (~(np.abs(rounded) <= format.max)).tolist()
+
+
+EXACT_TIE = {"E4M3": 464.0, "E5M2": 61440.0}
+"""Halfway from the largest number to what would be the next."""
+
+
+@by_format
+@by_way
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_exact_tie_beyond_the_largest_counts_as_the_even_code_it_goes_to(
+    format, way, sign, alone
+):
+    tie = EXACT_TIE[format.name]
+    places = [0.0, 2.0**-8, -(2.0**-8)]  # BF16's next numbers up and down, relative
+    for place in places[:1] if alone else places:
+        values = torch.tensor([sign * tie * (1 + place)] * 3).bfloat16()
+        quantizer = quantizer_of(format, way)
+        quantizer.quantize(values, "none")
+        expected = sum(beyond(format, values))
+        assert quantizer.row.counters[0] == expected
+    assert beyond(format, torch.tensor([tie])) == [format is E5M2]
+
+
+@by_format
+@by_way
+@pytest.mark.parametrize("places", [-1, 0, 1])
+def test_fp32_numbers_next_to_the_tie_count_by_the_side_they_are_on(format, way, places):
+    scaled = torch.tensor(EXACT_TIE[format.name])
+    for _ in range(abs(places)):
+        scaled = torch.nextafter(scaled, torch.tensor(torch.inf * places))
+    quantizer = quantizer_of(format, way, scaled.item())
+    quantizer.quantize(torch.ones(5).bfloat16(), "none")
+    assert quantizer.row.counters[0] == 5 * sum(beyond(format, scaled[None]))
+    assert quantizer.row.counters[0] == (5 if places > 0 or (places, format) == (0, E5M2) else 0)
+
+
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+@pytest.mark.parametrize("places", [-1, 0, 1])
+def test_what_another_library_quantizes_is_counted_alike(role, places):
+    scaled = torch.tensor(EXACT_TIE["E5M2" if role == "grad_output" else "E4M3"])
+    for _ in range(abs(places)):
+        scaled = torch.nextafter(scaled, torch.tensor(torch.inf * places))
+    statistics = OperandStatistics(FP8Config(), 1, torch.device("cpu"))
+    row = statistics.rows(0)[role]
+    row.feed(statistics.amax, scaled[None], 0)
+    row.observe(torch.ones(5).bfloat16(), quantized=True, counted=True)
+    tie_counts = role == "grad_output"
+    assert statistics.counters[:, 0].sum() == (
+        5 if places > 0 or (not places and tie_counts) else 0
+    )
 
 
 @by_way
