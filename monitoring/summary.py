@@ -121,6 +121,7 @@ def summarize(view: JobView) -> dict[str, Any]:
         "actions": [_short_action(view, row) for row in view.actions],
         "steps_lost": totals.steps_lost,
         "steps_skipped": totals.steps_skipped,
+        "batches_skipped": sorted({b for row in view.actions for b in row["skip_batches"]}),
         "time_to_recover_s": _json(totals.time_to_recover_s),
         "step_time_s": _json(step_time),
         "tokens_per_s": _json(tokens) if kept else None,
@@ -131,6 +132,24 @@ def summarize(view: JobView) -> dict[str, Any]:
         "restarts": max(totals.restarts, attempts - 1),
         "high_precision_layers": list(totals.high_precision_layers),
         "gradient_exchange": _exchange(kept),
+        **_checkpoints(view),
+    }
+
+
+def _checkpoints(view: JobView) -> dict[str, Any]:
+    """The newest checkpoint's step, and the steps whose checkpoint could not be written."""
+    written, failed = set(), set()
+    for event in view.events:
+        kind, detail = event["kind"], event.get("detail") or {}
+        if kind == "checkpoint_written":
+            written.add(detail["step"])
+        elif kind == "checkpoint_failed" or (
+            kind == "copy_failed" and detail.get("tier") == "disk"
+        ):
+            failed.add(detail["step"])
+    return {
+        "checkpoint_step": max(written, default=None),
+        "checkpoints_failed": sorted(failed - written),
     }
 
 

@@ -22,6 +22,8 @@ class CheckpointShelf:
         self._num_to_keep = num_to_keep
         self._world_size = world_size
         self._written: dict[tuple[int, int, int], set[int]] = {}
+        self.failed: tuple[int, str] | None = None
+        """The newest step that could not be committed, and why."""
 
     def add(self, report: SnapshotReport) -> bool:
         """Note a rank's file; True when it was the last one and the step can be committed."""
@@ -51,6 +53,7 @@ class CheckpointShelf:
             )
         except (IncompleteCheckpointError, OSError) as error:
             logger.warning("checkpoint of step %d: %s", report.step, error)
+            self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
             return str(error)
         return ""
 

@@ -368,7 +368,25 @@ class Supervision:
                 gap = notices.unrecorded(newest + 1, self._spec.training.steps - 1)
                 self._journal.happened(gap, now)
                 done = f"{done} {gap.message}"
-            self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
+            if lost := self._unsaved(ended):
+                # The weights are what the job was for.
+                self._finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
+            else:
+                self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
+
+    def _unsaved(self, ended: Sequence[RankEnd]) -> str:
+        """Why the last state is not on disk, and where to go on from; empty when it is."""
+        reasons = [end.result.detail for end in ended if end.result and end.result.detail]
+        if self._shelf.failed is not None and self._shelf.failed[0] == self._spec.training.steps:
+            reasons.append(self._shelf.failed[1])
+        if not reasons:
+            return ""
+        newest = max((point.step for point in self._shelf.points()), default=None)
+        way = "from the start" if newest is None else f"from the checkpoint of step {newest}"
+        return (
+            f"But the last state is not on disk: {reasons[0].rstrip('.')}. Make room or mend the "
+            f"path; `octavo resume {self._attempt.resume.job}` then goes on {way}."
+        )
 
     def _failed(self, now: float) -> bool:
         """Whether ranks have failed: the attempt is over, or about to be."""

@@ -238,9 +238,10 @@ class ScriptedRanks:
             if self.running:
                 self._step()
 
-    def finish(self) -> None:
+    def finish(self, detail: str = "") -> None:
         for rank in range(WORLD):
-            self.ends[rank] = RankEnd(rank, "done", RankResult(rank, self.step, "finished"))
+            result = RankResult(rank, self.step, "finished", detail)
+            self.ends[rank] = RankEnd(rank, "done", result)
         self.running = False
 
     def batch_of(self, step: int) -> int:

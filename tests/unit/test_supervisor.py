@@ -611,6 +611,15 @@ class TestEnd:
         job.step()
         assert job.supervision.phase is Phase.OVER and len(job.controller.steps) == 12
 
+    def test_a_job_whose_last_state_is_not_on_disk_has_not_succeeded(self, bench: Make) -> None:
+        job = bench(training={"steps": 12})
+        job.train(12)
+        job.ranks.finish("no checkpoint of step 12: OSError: No space left on device")
+        job.step()
+        assert job.settled().states[-1] == ("failed", "ERROR")
+        told = job.controller.event("ended").message
+        assert "No space left on device" in told and "octavo resume scripted-000001" in told
+
     def test_steps_whose_reports_never_came_are_told_at_the_end(self, bench: Make) -> None:
         job = bench(training={"steps": 12})
         job.train(8)
