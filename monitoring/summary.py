@@ -121,7 +121,9 @@ def summarize(view: JobView) -> dict[str, Any]:
         "actions": [_short_action(view, row) for row in view.actions],
         "steps_lost": totals.steps_lost,
         "steps_skipped": totals.steps_skipped,
-        "batches_skipped": sorted({b for row in view.actions for b in row["skip_batches"]}),
+        "batches_skipped": sorted(
+            {b for row in view.actions for b in row.get("skip_batches") or ()}
+        ),
         "time_to_recover_s": _json(totals.time_to_recover_s),
         "step_time_s": _json(step_time),
         "tokens_per_s": _json(tokens) if kept else None,
