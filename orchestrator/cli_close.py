@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from orchestrator.cli_show import Output, print_json
+from orchestrator.lifecycle import Cause
 
 
 def conclude(
@@ -39,6 +40,12 @@ def conclude(
         print(f"directory {folder}", file=told)
         for line in going_on([job["id"]], home, slots):
             print(line, file=told)
+
+
+def could_go_on(job: Mapping[str, Any]) -> bool:
+    """Whether resuming could help: not where it is done, or never fits on this machine."""
+    never = Cause.CAN_NEVER_FIT.value
+    return job["state"] != "succeeded" and not job["reason"].startswith(never)
 
 
 def stands(job: Mapping[str, Any]) -> str:
@@ -68,7 +75,7 @@ def _whole(job: Mapping[str, Any], folder: Path, summary: Mapping[str, Any] | No
     lines = [f"\n{job['id']} {job['state']}" + (f": {job['reason']}" if job["reason"] else "")]
     if summary is not None:
         lines += [f"  {key:<22} {_short(value)}" for key, value in summary.items()]
-    if job["state"] != "succeeded":
+    if could_go_on(job):
         lines.append(f"  {'checkpoint':<22} {saved(job)}")
     for name, path in (
         ("summary", folder / "summary.json"),

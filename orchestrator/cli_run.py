@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from orchestrator.cli_close import conclude, going_on
+from orchestrator.cli_close import conclude, could_go_on, going_on
 from orchestrator.cli_show import CommandError, Output, exit_code
 from orchestrator.cli_watch import follow
 from orchestrator.client import Client, ClientError
@@ -98,7 +98,7 @@ class _Work:
         """End Ray and put the home away; where it lies if the job could go on from it."""
         if self._host is not None:
             self._host.end()
-        needed = self.job is not None and self.job["state"] != "succeeded"
+        needed = self.job is not None and could_go_on(self.job)
         place = self._private.leave(needed=needed)
         return place if needed else None
 

@@ -17,9 +17,9 @@ import pytest
 import uvicorn
 import yaml
 
-from orchestrator.api import create_app
+from orchestrator.api import create_app, job_json
 from orchestrator.cli import call
-from orchestrator.cli_close import conclude
+from orchestrator.cli_close import conclude, could_go_on
 from orchestrator.cli_show import Output
 from orchestrator.client import Client, NotAuthorizedError, UnreachableError
 from orchestrator.home import Home, Server, TokenExposedError
@@ -308,6 +308,16 @@ def test_the_closing_words_name_every_folder_of_the_wandb_run_and_one_command(
     assert f"wandb sync {runs[0]} {runs[1]}" in told
     assert f"octavo up --slots 2 --home {tmp_path}/controller" in told
     assert f"octavo resume toy-1 --home {tmp_path}/controller" in told
+
+
+def test_a_job_that_can_never_fit_is_not_told_to_be_resumed(plane: ControlPlane) -> None:
+    never = plane.submit(num_nodes=1, slots_per_node=None, gpus_per_node=2)
+    other = plane.submit()
+    plane.steps(2)
+    rows = {name: job_json(plane.store.job(name)) for name in (never, other)}
+    assert rows[never]["state"] == "failed"
+    assert not could_go_on(rows[never])
+    assert could_go_on(rows[other])
 
 
 def test_an_unknown_job_is_not_found(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
