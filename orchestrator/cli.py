@@ -86,6 +86,12 @@ def submit(
     # On a submission the controller looks at the data: it is there that they must be.
     checked = load_spec(spec, check_data=dry_run)
     if dry_run:
+        from orchestrator.client import URL_VARIABLE
+        from orchestrator.spec_storage import check_storage
+
+        # A controller elsewhere has folders of its own.
+        if checked.checkpoint.storage_path is not None and URL_VARIABLE not in os.environ:
+            check_storage(checked.checkpoint.storage_path, str(spec))
         backend = f"linears: {backend_of(checked)}"
         if output is Output.json:
             print_json(spec_data(checked))

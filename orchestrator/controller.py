@@ -29,7 +29,8 @@ from orchestrator.protocol import (
     SupervisorBatch,
 )
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
-from orchestrator.spec_errors import Problem, Source, SpecError
+from orchestrator.spec_errors import Source
+from orchestrator.spec_storage import check_storage, no_job_directory
 from orchestrator.store import Store
 from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords, Presence, Supervisors
@@ -79,7 +80,9 @@ class Controller:
 
     def validate(self, data: Mapping[str, Any], file: str) -> JobSpec:
         """The completed spec; raises ``SpecError``."""
-        return spec_of(Source(file, dict(data), {}))
+        spec = spec_of(Source(file, dict(data), {}))
+        check_storage(spec.checkpoint.storage_path or self._jobs_dir, file)
+        return spec
 
     def submit(self, data: Mapping[str, Any], file: str) -> JobRow:
         """Take a job in: checked, its directory made, stored. Raises ``SpecError``."""
@@ -90,11 +93,7 @@ class Controller:
             (folder / "logs").mkdir(parents=True)
             (folder / "spec.yaml").write_text(spec_yaml(spec))
         except OSError as error:
-            message = f"the job directory can't be made: {error.strerror or error}"
-            remedy = "name a folder that the controller may write to"
-            key = "checkpoint.storage_path"
-            problem = Problem(file, key, str(folder.parent), message, remedy)
-            raise SpecError([problem]) from None
+            raise no_job_directory(folder.parent, file, error) from None
         self.store.add_job(job, spec, str(folder), file, self._clock())
         self._notify()
         return self.store.job(job)

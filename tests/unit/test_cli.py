@@ -177,6 +177,26 @@ def test_problems_that_only_the_controller_sees_name_the_users_file(
     assert f"{file}: checkpoint.storage_path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["/proc/x", "{tmp}/text.txt/jobs"])
+def test_a_dry_run_refuses_a_folder_that_submit_refuses_in_the_same_words(
+    folder: str, home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = {"storage_path": folder.format(tmp=tmp_path)}
+    file = job_file(tmp_path, checkpoint=storage)
+    assert call(["submit", file]) == 2
+    told = capsys.readouterr().err
+    assert "can't be made" in told
+    assert call(["submit", "--dry-run", file]) == 2
+    assert capsys.readouterr().err == told
+
+
+def test_a_dry_run_makes_no_folder(tmp_path: Path) -> None:
+    file = job_file(tmp_path, checkpoint={"storage_path": str(tmp_path / "new" / "jobs")})
+    before = sorted(tmp_path.rglob("*"))
+    assert call(["submit", "--dry-run", file]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_an_absent_controller_is_unreachable_and_the_remedy_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
