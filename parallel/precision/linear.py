@@ -179,6 +179,7 @@ class Float8Linear(nn.Linear):
         self._weight_q: Quantized | None = None
         self._weight_seen = False
         self._kept: _KeptWeight | None = None
+        self._input_seen = self._gradient_due = self._gradient_seen = False
 
     def forward(self, input: Tensor, undo: Tensor | None = None) -> Tensor:
         """``input @ weight.T``; [..., in_features] → [..., out_features], dtype of ``input``.
@@ -200,10 +201,18 @@ class Float8Linear(nn.Linear):
             return output.to(torch.get_autocast_dtype(device)) if _casts(device) else output
         if self._observes:
             self._observe_operands(input)
+            self._input_seen = True
         output = _plain_linear(input, self.weight, self.bias, undo)
         if self.training and output.requires_grad:
-            output = _ObserveGradient.apply(output, self.operand("grad_output"))
+            self._gradient_due = True
+            output = _ObserveGradient.apply(output, self, self.operand("grad_output"))
         return output
+
+    def take_seen(self) -> bool:
+        """Whether in BF16 all operands were observed since the last call; starts anew."""
+        seen = self._input_seen and (self._gradient_seen or not self._gradient_due)
+        self._input_seen = self._gradient_due = self._gradient_seen = False
+        return seen
 
     @property
     def _observes(self) -> bool:
@@ -357,11 +366,12 @@ class _ObserveGradient(torch.autograd.Function):
     """The identity, which sees the gradient that passes backward through it."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, quantizer: Quantizer) -> Tensor:
-        ctx.quantizer = quantizer
+    def forward(ctx: Any, output: Tensor, layer: Float8Linear, quantizer: Quantizer) -> Tensor:
+        ctx.layer, ctx.quantizer = layer, quantizer
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         ctx.quantizer.observe(_bf16(grad_output.detach()))
-        return grad_output, None
+        ctx.layer._gradient_seen = True
+        return grad_output, None, None

@@ -29,7 +29,7 @@ from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.packed_state import STATISTICS_COLUMNS, PackedState
 from parallel.precision.recipes import ROLES
 from parallel.precision.scaling import tensor_to_amax
-from parallel.precision.switching import precision_of_state, refuse_unknown
+from parallel.precision.switching import Returns, precision_of_state, refuse_unknown
 from parallel.tensor import ShardKind, TensorGroup, shard_of
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class PrecisionScope:
         self._linears: dict[str, Float8Linear] = {}
         self._fixed: list[str] = []
         self._observation = Observation()
+        self._returns = Returns()
         self._state: PackedState | None = None
         on_cpu = self.device.type == "cpu"
         self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
@@ -220,7 +221,9 @@ class PrecisionScope:
         """Change linears' precision at a step boundary; none of them if a name is unknown.
 
         A linear that leaves FP8 forgets its amax history (what made it leave shall not set
-        its scales when it is back) and fills a new one from what it sees in BF16. When it
+        its scales when it is back) and fills a new one from what it sees in BF16. It returns
+        once an applied step has done so: an order before that waits, until the
+        ``finish_step`` of such a step, and ``precision`` tells what is in force. When it
         returns, its weight is measured as it is then, over the tensor ranks: a collective,
         called with the same linears on all of them. Recipes without history have nothing to
         warm.
@@ -229,15 +232,28 @@ class PrecisionScope:
         precision is fixed.
         """
         refuse_unknown(precision, self.layers, self._fixed)
-        changed = [name for name in precision if precision[name] != self._linears[name].current]
-        self._assign(precision)
         if not self.recipe.has_state:
+            self._assign(precision)
             return
-        leaving = [name for name in changed if precision[name] == "bf16"]
-        returning = [name for name in changed if precision[name] == "fp8"]
+        granted = {name: self._returns.ask(name, wanted) for name, wanted in precision.items()}
+        changed = [name for name in granted if granted[name] != self._linears[name].current]
+        self._assign(granted)
+        leaving = [name for name in changed if granted[name] == "bf16"]
+        returning = [name for name in changed if granted[name] == "fp8"]
         if leaving:
             self._packed().forget_history(self._rows(leaving))
+            self._returns.leave(leaving)
+            for name in leaving:
+                self._linears[name].take_seen()
         if returning:
+            self._calibrate_weights(returning)
+
+    def _return_the_warmed(self, applied: bool) -> None:
+        seen = [name for name in self._returns.cold if self._linears[name].take_seen()]
+        ready = set(self._returns.step(seen)) if applied else set()
+        if ready:
+            returning = [name for name in self._linears if name in ready]
+            self._assign(dict.fromkeys(returning, "fp8"))
             self._calibrate_weights(returning)
 
     def _assign(self, precision: Mapping[str, Precision]) -> None:
@@ -276,10 +292,12 @@ class PrecisionScope:
         """Close the step: new scales, or with ``applied`` false the amax seen is discarded.
 
         Once a step on every rank, after the optimizer; ``applied`` says whether it updated
-        the parameters. Quantized weights are made anew afterwards either way.
+        the parameters. Quantized weights are made anew afterwards either way. Linears that
+        waited for scales to return to FP8 do so now.
         """
         if self._linears:
             self._packed().finish_step(applied)
+            self._return_the_warmed(applied)
         self.forget_weights()
 
     def forget_weights(self) -> None:
@@ -322,8 +340,8 @@ class PrecisionScope:
         return {"amax_history": state.history, "scale": state.scale}
 
     def state_meta(self) -> dict[str, object]:
-        """The rest of the state, for JSON: ``precision`` by linear."""
-        return {"precision": self.precision()}
+        """The rest of the state, for JSON: ``precision`` by linear, and who waits to return."""
+        return {"precision": self.precision(), **self._returns.meta()}
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
         """Take back ``state_meta``, after the tensors were copied in place; as it was stored,
@@ -334,6 +352,7 @@ class PrecisionScope:
         precision = precision_of_state(meta, self.layers)
         refuse_unknown(precision, self.layers, self._fixed)
         self._assign(precision)
+        self._returns.load_meta(meta)
         # What steps showed that have now not been shall not be told of later ones.
         self.statistics()
 

@@ -196,6 +196,87 @@ class TestPrecision:
         assert statistics[weight, 2] == 0
         assert statistics[weight, 0] * statistics[weight, 1] == pytest.approx(448.0, rel=0.01)
 
+    def grown(self, stage: Stage, applied: bool) -> None:
+        """A step whose inputs, and gradients, are 100 times what they were."""
+        for linear in stage.linears:
+            x = (torch.randn(16, WIDTH) * 100).bfloat16().requires_grad_()
+            linear(x).backward((torch.randn(16, WIDTH) * 100).bfloat16())
+        stage.scope.finish_step(applied)
+
+    def test_a_return_waits_for_an_applied_step_and_then_saturates_nothing(self):
+        stage, layer = Stage(), {NAMES[0]: "bf16"}
+        for seed in range(2):
+            stage.step(seed)
+        stage.scope.set_precision(layer)
+        self.grown(stage, applied=False)
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        assert stage.scope.precision() == {NAMES[0]: "bf16", NAMES[1]: "fp8"}
+        self.grown(stage, applied=False)
+        assert stage.scope.precision()[NAMES[0]] == "bf16"
+        self.grown(stage, applied=True)
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+        stage.scope.statistics()
+        self.grown(stage, applied=True)
+        _, statistics = stage.scope.statistics()
+        assert (statistics[:3, 2] <= 0.02 * statistics[:3, 5]).all()
+
+    def test_a_waiting_return_is_called_off_by_another_order(self):
+        stage = Stage()
+        stage.step(0)
+        for precision in ("bf16", "fp8", "bf16"):
+            stage.scope.set_precision({NAMES[0]: precision})
+        stage.step(1), stage.step(2)
+        assert stage.scope.precision()[NAMES[0]] == "bf16"
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+
+    @pytest.mark.parametrize("seen", ["nothing", "forward"])
+    def test_a_step_without_this_layer_or_without_its_gradient_warms_nothing(self, seen):
+        stage = Stage()
+        stage.step(0)
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        if seen == "forward":
+            stage.linears[0](torch.ones(4, WIDTH).bfloat16())
+        stage.scope.finish_step(applied=True)
+        assert stage.scope.precision()[NAMES[0]] == "bf16"
+        stage.step(1)
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+
+    def test_a_layer_that_gets_no_gradient_returns_without_one(self):
+        stage = Stage()
+        stage.step(0)
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        stage.linears[0].requires_grad_(False)
+        stage.linears[0](torch.ones(4, WIDTH).bfloat16())
+        stage.scope.finish_step(applied=True)
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+
+    def test_a_restored_state_knows_who_waits(self):
+        stage = Stage()
+        stage.step(0)
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        copy = stage.copy()
+        stage.step(1)
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+        stage.restore(copy)
+        assert stage.scope.precision()[NAMES[0]] == "bf16"
+        stage.step(1)
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+        plain = Stage()
+        plain.step(0)
+        stage.restore(plain.copy())
+        assert "returning" not in stage.scope.state_meta()
+
+    @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+    def test_without_history_a_return_waits_for_nothing(self, recipe):
+        stage = Stage(recipe)
+        for precision in ("bf16", "fp8"):
+            stage.scope.set_precision({NAMES[0]: precision})
+        assert stage.scope.precision()[NAMES[0]] == "fp8"
+
     def test_what_made_a_layer_leave_does_not_set_its_scales_when_it_is_back(self):
         stage, witness = (Stage(amax_history_len=64) for _ in range(2))
         for each in (stage, witness):
