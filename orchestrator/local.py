@@ -6,8 +6,8 @@ The *host* is one process that holds a local Ray and starts the controller in it
 
 Promises: Ray's processes end with the host, however it ends, and the host of ``--tied``
 ends with whoever holds its stdin; ports are free ones, on the loopback; two hosts know
-nothing of each other; the host's temporary folder is removed with it, or by the next
-host where it couldn't be.
+nothing of each other; the host's temporary folder, which is that of its jobs too, is removed
+with it, or by the next host where it couldn't be.
 """
 
 from __future__ import annotations
@@ -185,6 +185,9 @@ def serve(home: Home, slots: int, *, tied: bool) -> None:
         threading.Thread(target=_wait_for_eof, args=(ended,), daemon=True).start()
     _adopt_orphans()
     folder = _temp_dir()
+    # What W&B, PyTorch and a job's own code leave there goes with the folder.
+    os.environ["TMPDIR"] = str(folder / "tmp")
+    (folder / "tmp").mkdir()
     try:
         url = _start(home, folder, slots)
         print(f"ready {url}", flush=True)
