@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -45,6 +45,16 @@ class Conversion:
     left: Mapping[str, str]
     """Linears left alone, and why."""
 
+    def never_ran(self) -> tuple[str, ...]:
+        """Converted linears without a forward until now, by their names in the module.
+
+        After a step they are those that the model doesn't call through its module tree, or not
+        as modules: what it reads is their weight, or a reference that was not swapped.
+        """
+        return tuple(name for name, layer in self._layers.items() if not layer.has_run)
+
+    _layers: Mapping[str, Float8Linear] = field(repr=False)
+
 
 def convert(
     module: nn.Module,
@@ -59,9 +69,17 @@ def convert(
     ``prefix`` and the name in the module. With a recipe, ``high_precision_layers.names`` are
     patterns of names in the module; ``first`` and ``last`` count layers that it doesn't have.
 
+    Inputs are rounded to BF16 first and to FP8 then, so FP32 and FP16 inputs lose mantissa, and
+    FP32 ones above BF16's largest number become infinite; outputs are BF16's numbers in the dtype
+    of the input.
+
     Left alone are linears that ``filter`` or the recipe's patterns keep, whose features the
-    recipe can't take, whose weight is shared with another module (a tied head), and whose
-    forward isn't plainly ``nn.Linear``'s (subclasses, hooks, parametrizations).
+    recipe can't take, whose weight is shared with another module (a tied head), whose forward
+    isn't plainly ``nn.Linear``'s (subclasses, parametrizations, a method replaced on the
+    instance), that have hooks, buffers or further parameters, and those directly inside an
+    ``nn.TransformerEncoderLayer``, which in evaluation computes with their weights itself.
+    Attributes that a program has set on a linear are carried over. References outside the
+    module tree (in a list, in ``__dict__``) go on to the plain linear: ``never_ran`` tells.
 
     Raises ValueError where ``module`` is itself a linear, where nothing can be told apart by
     ``first`` and ``last``, for a pattern that matches nothing, and for a linear on another
@@ -79,13 +97,14 @@ def convert(
     else:
         scope = fp8
     shared = _shared_weights(module)
+    read = _read_in_evaluation(module)
     left: dict[str, str] = {}
     chosen: dict[str, nn.Linear] = {}
     for name, linear in found.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             reason: str | None = "high_precision_layers keeps it in BF16"
         else:
-            reason = _reason(prefix + name, linear, scope, shared)
+            reason = read.get(id(linear)) or _reason(prefix + name, linear, scope, shared)
         if reason is None and filter is not None and not filter(name, linear):
             reason = "the filter leaves it out"
         if reason is None:
@@ -94,12 +113,15 @@ def convert(
             left[name] = reason
     # All linears are judged before any is swapped.
     adopted = {id(chosen[name]): scope.adopt(prefix + name, chosen[name]) for name in chosen}
+    for linear in chosen.values():
+        adopted[id(linear)].__dict__.update(_own_attributes(linear))
     for parent in list(module.modules()):
         # Not named_children: it names a child once, however often its parent has it.
         for key, child in list(parent._modules.items()):
             if id(child) in adopted:
                 parent._modules[key] = adopted[id(child)]
-    return Conversion(scope, tuple(chosen), left)
+    layers = {name: adopted[id(linear)] for name, linear in chosen.items()}
+    return Conversion(scope, tuple(chosen), left, layers)
 
 
 def _patterns(kept: HighPrecisionLayers, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -124,6 +146,31 @@ def _shared_weights(module: nn.Module) -> dict[int, list[str]]:
     return {key: names for key, names in owners.items() if len(names) > 1}
 
 
+_PLAIN = nn.Linear(1, 1, device="meta")
+_HOOKS = tuple(name for name in _PLAIN.__dict__ if "hooks" in name)
+_OURS = frozenset(
+    Float8Linear(
+        "", 1, 1, dtype=torch.bfloat16, device=torch.device("meta"), bind=lambda: None
+    ).__dict__
+) | frozenset(dir(Float8Linear))
+
+
+def _own_attributes(linear: nn.Linear) -> dict[str, object]:
+    """What a program has set on a linear, beyond what every ``nn.Linear`` has."""
+    return {name: value for name, value in linear.__dict__.items() if name not in _PLAIN.__dict__}
+
+
+def _read_in_evaluation(module: nn.Module) -> dict[int, str]:
+    """Linears, by id, whose parents compute with their weights instead of calling them."""
+    reason = "nn.TransformerEncoderLayer computes with its weight itself in evaluation"
+    return {
+        id(child): reason
+        for parent in module.modules()
+        if isinstance(parent, nn.TransformerEncoderLayer)
+        for child in parent.children()
+    }
+
+
 def _reason(
     name: str, linear: nn.Linear, scope: PrecisionScope, shared: Mapping[int, list[str]]
 ) -> str | None:
@@ -134,9 +181,18 @@ def _reason(
         return "a scope made it, to stay in BF16"
     if type(linear) is not nn.Linear:
         return f"its class {type(linear).__name__} may compute otherwise than nn.Linear"
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
-    if any(hooks) or linear._backward_pre_hooks:
+    if any(linear.__dict__.get(hooks) for hooks in _HOOKS):
         return "it has hooks, which would be lost"
+    more = [*linear._buffers, *linear._modules, *(linear._parameters.keys() - {"weight", "bias"})]
+    if more:
+        return f"it has more than weight and bias: {', '.join(more)}"
+    own = _own_attributes(linear)
+    replaced = [name for name in own if hasattr(nn.Linear, name)]
+    if replaced:
+        return f"its {' and '.join(replaced)} was replaced on the instance"
+    taken = [name for name in own if name in _OURS]
+    if taken:
+        return f"its attributes {', '.join(taken)} have another meaning in an FP8 linear"
     if not linear.weight.is_floating_point():
         return f"its weight is {linear.weight.dtype}"
     if id(linear.weight) in shared:

@@ -170,6 +170,8 @@ class Float8Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, dtype=dtype, device=device)
         self.name = name
         self.current: Precision = "fp8"
+        self.has_run = False
+        """Whether there has been a forward."""
         self.operands: dict[Role, Quantizer] | None = None
         self.shard = shard
         if shard is not None:
@@ -189,6 +191,7 @@ class Float8Linear(nn.Linear):
         """
         if self.operands is None:
             self._bind()
+        self.has_run = True
         if self.shard is None:
             return self._own(input, undo)
         return self.shard.run(lambda x: self._own(x, undo), input)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -149,6 +150,87 @@ def test_what_may_compute_otherwise_is_left_alone():
     assert left.keys() == {"cosine", "hooked", "attention.out_proj", "normed"}
     assert "hooks" in left.pop("hooked")
     assert all("may compute otherwise" in reason for reason in left.values())
+
+
+def _doubled(linear: nn.Linear) -> None:
+    plain = linear.forward
+    linear.forward = lambda x: 2 * plain(x)
+
+
+NOT_PLAIN = {
+    "forward": (_doubled, "its forward was replaced"),
+    "extra_repr": (lambda m: setattr(m, "extra_repr", lambda: "mine"), "extra_repr was replaced"),
+    "compile": (lambda m: m.compile(backend="eager"), "was replaced"),
+    "buffer": (lambda m: m.register_buffer("mask", torch.ones(3)), "more than .* mask"),
+    "parameter": (lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1))), "gain"),
+    "child": (lambda m: m.add_module("adapter", nn.Identity()), "adapter"),
+    "forward hook": (lambda m: m.register_forward_hook(lambda *a: None), "hooks"),
+    "forward pre-hook": (lambda m: m.register_forward_pre_hook(lambda *a: None), "hooks"),
+    "backward hook": (lambda m: m.register_full_backward_hook(lambda *a: None), "hooks"),
+    "backward pre-hook": (lambda m: m.register_full_backward_pre_hook(lambda *a: None), "hooks"),
+    "state dict hook": (lambda m: m.register_state_dict_post_hook(lambda *a: None), "hooks"),
+    "state dict pre-hook": (lambda m: m.register_state_dict_pre_hook(lambda *a: None), "hooks"),
+    "load hook": (lambda m: m.register_load_state_dict_pre_hook(lambda *a: None), "hooks"),
+    "load post-hook": (lambda m: m.register_load_state_dict_post_hook(lambda *a: None), "hooks"),
+    "our attribute": (lambda m: setattr(m, "current", 3), "current have another meaning"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_PLAIN)
+def test_a_linear_with_more_than_a_plain_one_has_is_left_with_the_reason(what):
+    change, reason = NOT_PLAIN[what]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    change(model[0])
+    conversion = convert(model, fp8_config("current"))
+    assert conversion.converted == ("1",)
+    assert re.search(reason, conversion.left["0"])
+    assert type(model[0]) is nn.Linear
+
+
+def test_attributes_that_a_program_set_are_carried_over():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model[0].INIT_SCALE = 0.5
+    model[0].weight.tag = "decayed"
+    convert(model, fp8_config("current"))
+    assert isinstance(model[0], Float8Linear)
+    assert (model[0].INIT_SCALE, model[0].weight.tag) == (0.5, "decayed")
+
+
+def test_an_encoder_layer_that_computes_with_weights_in_evaluation_keeps_its_linears():
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True, dropout=0.0)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 1), nn.Linear(WIDTH, WIDTH))
+    conversion = convert(model, fp8_config("current"))
+    assert conversion.converted == ("1",)
+    inside = {n: r for n, r in conversion.left.items() if n.endswith(("linear1", "linear2"))}
+    assert len(inside) == 2
+    assert all("itself in evaluation" in reason for reason in inside.values())
+
+
+def test_converted_linears_that_the_model_never_calls_are_told():
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called = nn.Linear(WIDTH, WIDTH)
+            self.passed_by = nn.Linear(WIDTH, WIDTH)
+            self.__dict__["alias"] = self.passed_by
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.alias(self.called(x))
+
+    model = Aliased()
+    conversion = convert(nn.Sequential(model), fp8_config("current"))
+    assert conversion.never_ran() == ("0.called", "0.passed_by")
+    model(torch.zeros(4, WIDTH))
+    assert conversion.never_ran() == ("0.passed_by",)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_inputs_are_rounded_to_bf16_first(recipe, dtype):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    convert(model, fp8_config(recipe))
+    x = torch.randn(16, WIDTH).to(dtype)
+    assert torch.equal(model(x), model(x.bfloat16()).to(dtype))
 
 
 def test_patterns_keep_linears_and_one_that_matches_nothing_is_an_error():
