@@ -124,6 +124,21 @@ def convert(
     return Conversion(scope, tuple(chosen), left, layers)
 
 
+def scope_of(module: nn.Module) -> PrecisionScope:
+    """The scope of a converted module: of a deep copy or of an unpickled one, its own.
+
+    Scales of the copy of a model under delayed scaling are those of when it was made (a copy
+    for evaluation, such as an average of weights, may take the first one's by copying
+    ``state_tensors``). Raises ValueError where it has no FP8 linear, or those of several scopes.
+    """
+    scopes = {id(m.scope): m.scope for m in module.modules() if isinstance(m, Float8Linear)}
+    if len(scopes) != 1:
+        raise ValueError(f"the module has FP8 linears of {len(scopes)} scopes, not of one")
+    scope = next(iter(scopes.values()))
+    assert isinstance(scope, PrecisionScope)
+    return scope
+
+
 def _patterns(kept: HighPrecisionLayers, names: tuple[str, ...]) -> tuple[str, ...]:
     if kept.first or kept.last:
         raise ValueError(
@@ -150,7 +165,7 @@ _PLAIN = nn.Linear(1, 1, device="meta")
 _HOOKS = tuple(name for name in _PLAIN.__dict__ if "hooks" in name)
 _OURS = frozenset(
     Float8Linear(
-        "", 1, 1, dtype=torch.bfloat16, device=torch.device("meta"), bind=lambda: None
+        "", 1, 1, dtype=torch.bfloat16, device=torch.device("meta"), bind=lambda _: {}
     ).__dict__
 ) | frozenset(dir(Float8Linear))
 

@@ -157,12 +157,12 @@ class Float8Linear(nn.Linear):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        bind: Callable[[], object],
+        bind: Callable[[str], dict[Role, Quantizer]],
         bias: bool = False,
         shard: Shard | None = None,
         observation: Observation | None = None,
     ) -> None:
-        """``bind`` has this layer's ``operands`` set; it is called at the first forward.
+        """``bind`` gives a layer of this name its ``operands``; it is called at the first forward.
 
         With ``shard`` the features are those of this rank's part of the matrix. While
         ``observation`` is paused nothing is observed.
@@ -190,7 +190,7 @@ class Float8Linear(nn.Linear):
         product, and the unquantized one in BF16 (Smooth SwiGLU's ``s^-1``).
         """
         if self.operands is None:
-            self._bind()
+            self.operands = self._bind(self.name)
         self.has_run = True
         if self.shard is None:
             return self._own(input, undo)
@@ -210,6 +210,11 @@ class Float8Linear(nn.Linear):
             self._gradient_due = True
             output = _ObserveGradient.apply(output, self, self.operand("grad_output"))
         return output
+
+    @property
+    def scope(self) -> object:
+        """The scope that owns this layer's scaling state."""
+        return getattr(self._bind, "__self__", None)
 
     def take_seen(self) -> bool:
         """Whether in BF16 all operands were observed since the last call; starts anew."""
@@ -277,6 +282,19 @@ class Float8Linear(nn.Linear):
         if not self._weight_seen:
             self.operand("weight").observe(_bf16(weight.detach()))
             self._weight_seen = True
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without what has addresses in this process: a copy's first forward asks for its own.
+
+        Raises TypeError for a shard, which belongs to its ranks.
+        """
+        if self.shard is not None:
+            raise TypeError(
+                f"linear {self.name!r} is a shard over tensor ranks, which can't be copied or "
+                "pickled: make the model anew and load its state_dict"
+            )
+        unbound = {"operands": None, "_weight_q": None, "_weight_seen": False, "_kept": None}
+        return {**self.__dict__, **unbound}
 
     def extra_repr(self) -> str:
         """Present precision, and each operand's format and scaling."""

@@ -8,7 +8,8 @@ inference tensors, so that training may come after a first forward in inference 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from parallel.precision.registry import QUANTIZERS
 
 STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS, *ENERGIES)
 """Columns of a report of statistics."""
+
+
+_TENSORS = ("history", "scale", "counters", "energies", "report")
 
 
 class PackedState:
@@ -57,6 +61,27 @@ class PackedState:
             self.kind(role, format, recipe, self._row(i), library)
             for i, (role, format) in enumerate(operands)
         ]
+
+    def __getstate__(self) -> dict[str, object]:
+        """The tensors; rows and addresses in C are made anew from them."""
+        return {
+            "recipe": self.recipe,
+            "compiled": any(quantizer.library is not None for quantizer in self.quantizers),
+            "collect": [quantizer.collect for quantizer in self.quantizers],
+            "tensors": [getattr(self, name) for name in _TENSORS],
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take back ``__getstate__``, with this process's casts."""
+        history = state["tensors"][0]
+        library = kernels.load() if state["compiled"] else None
+        linears = len(state["collect"]) // len(ROLES)
+        with torch.inference_mode(False), torch.no_grad():
+            self.__init__(state["recipe"], linears, history.device, library)  # type: ignore[misc]
+            for name, tensor in zip(_TENSORS, state["tensors"], strict=True):
+                getattr(self, name).copy_(tensor)
+        for quantizer, collect in zip(self.quantizers, state["collect"], strict=True):
+            quantizer.collect = collect
 
     def _row(self, i: int) -> StateRow:
         energies = self.energies[i] if self.recipe.sqnr else None

@@ -9,6 +9,10 @@ replicas, the optimizer, ``finish_step``, and then, when wanted, ``statistics``.
 no host synchronization anywhere in it; after ``finish_step(applied=False)`` scales and
 histories are as before the step; the tensors of ``state_tensors`` keep their identity, so
 that a snapshot can be copied into them.
+
+A model's deep copy, or a pickle of it, has a scope of its own with the state of that moment
+(``convert.scope_of`` finds it), which steps of the first change no more; a copy of a part of a
+model carries the whole scope, and so every linear of it.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from parallel.precision import kernels, recipes
 from parallel.precision.layers import NormLinear, NormMLP, Observation, RMSNorm, recomputed
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.packed_state import STATISTICS_COLUMNS, PackedState
-from parallel.precision.recipes import ROLES
+from parallel.precision.quantizers import Quantizer
+from parallel.precision.recipes import ROLES, Role
 from parallel.precision.scaling import tensor_to_amax
 from parallel.precision.switching import Returns, precision_of_state, refuse_unknown
 from parallel.tensor import ShardKind, TensorGroup, shard_of
@@ -113,7 +118,7 @@ class PrecisionScope:
             out_features,
             dtype=dtype,
             device=self.device,
-            bind=self._packed,
+            bind=self._operands_of,
             shard=part,
             observation=self._observation,
         )
@@ -135,7 +140,7 @@ class PrecisionScope:
             linear.out_features,
             dtype=linear.weight.dtype,
             device=torch.device("meta"),
-            bind=self._packed,
+            bind=self._operands_of,
             bias=linear.bias is not None,
             observation=self._observation,
         )
@@ -361,7 +366,25 @@ class PrecisionScope:
             with torch.inference_mode(False):
                 state = PackedState(self.recipe, len(self._linears), self.device, self._kernels)
             self._state = state
-            made = iter(self._state.quantizers)
-            for layer in self._linears.values():
-                layer.operands = {role: next(made) for role in ROLES}
+            for name, layer in self._linears.items():
+                layer.operands = self._operands_of(name)
         return self._state
+
+    def _operands_of(self, name: str) -> dict[Role, Quantizer]:
+        rows = self._rows([name])
+        quantizers = self._packed().quantizers
+        return {role: quantizers[row] for role, row in zip(ROLES, rows, strict=True)}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Precision, scaling state and linears; whether casts are compiled, but not them."""
+        if self.tensor is not None:
+            raise TypeError(
+                "a scope over tensor ranks can't be copied or pickled, as its group is this "
+                "process's: copy state_tensors() and state_meta() into one made anew"
+            )
+        return {**self.__dict__, "_kernels": self._kernels is not None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take back ``__getstate__``, with this process's casts."""
+        self.__dict__.update(state)
+        self._kernels = kernels.load() if state["_kernels"] else None

@@ -11,15 +11,17 @@ import torch
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
-from parallel.precision.convert import Conversion, convert
+from parallel.precision.convert import convert, scope_of
 from parallel.precision.linear import Float8Linear, product
 from parallel.precision.operand_statistics import OperandStatistics
 from parallel.precision.quantizers import Factor
 from parallel.precision.scope import PrecisionScope
+from parallel.tensor import TensorGroup
 from tests.unit.precision_recipes import both_ways, every_recipe, every_variant, fp8_config
 
 NAME = "layers.0.mlp.down"
 INPUTS, OUTPUTS = 64, 32
+TWO_RANKS = TensorGroup(None, index=0, size=2)  # type: ignore[arg-type]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -302,3 +304,104 @@ def test_a_layer_in_bf16_takes_the_inputs_that_fp8_takes(weight_dtype, dtype):
         assert outputs[precision].dtype == x.grad.dtype == dtype
         assert model[0].weight.grad.dtype == model[0].bias.grad.dtype == weight_dtype
     assert torch.allclose(outputs["fp8"].float(), outputs["bf16"].float(), atol=0.2)
+
+
+class TestCopies:
+    """A copy has a scope of its own, with the state of when it was made."""
+
+    def model(self, recipe: str, compiled: bool = True) -> tuple[nn.Sequential, PrecisionScope]:
+        scope = PrecisionScope("fp8", fp8_config(recipe), num_layers=0, compiled=compiled)
+        model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.SiLU(), nn.Linear(OUTPUTS, 16))
+        convert(model, scope)
+        return model, scope
+
+    def trained(self, model: nn.Module, scope: PrecisionScope, seed: int) -> list[Tensor]:
+        x = drawn(16, INPUTS, seed=seed).requires_grad_()
+        y = model(x)
+        model.zero_grad()
+        y.backward(drawn(16, 16, seed=seed + 50))
+        scope.finish_step(applied=True)
+        state = [tensor.clone() for tensor in scope.state_tensors().values()]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        return [y.detach(), x.grad, *gradients, scope.statistics()[1], *state]
+
+    @staticmethod
+    def pickled(model: nn.Module) -> nn.Module:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)
+
+    @both_ways
+    @every_recipe
+    @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+    @pytest.mark.parametrize("before", [0, 2], ids=["new", "trained"])
+    def test_a_copy_goes_on_as_the_first_would_and_each_for_itself(
+        self, compiled, recipe, way, before
+    ):
+        model, scope = self.model(recipe, compiled)
+        for seed in range(before):
+            self.trained(model, scope, seed)
+        other = copy.deepcopy(model) if way == "deepcopy" else self.pickled(model)
+        mine = self.trained(model, scope, 7)
+        assert scope_of(other) is not scope
+        assert scope_of(other).layers == scope.layers
+        assert_equal(self.trained(other, scope_of(other), 7), mine)
+        self.trained(other, scope_of(other), 8)
+        with torch.no_grad():
+            other[0].weight.zero_()
+        again = copy.deepcopy(model)
+        assert_equal(self.trained(model, scope, 9), self.trained(again, scope_of(again), 9))
+        assert not torch.equal(model[0].weight, other[0].weight)
+
+    def test_a_copy_keeps_precision_and_what_is_counted(self):
+        model, scope = self.model("current")
+        self.trained(model, scope, 0)
+        scope.set_precision({"2": "bf16"})
+        scope.collect(every_counter=False)
+        other = copy.deepcopy(model)
+        scope.set_precision({"2": "fp8"})
+        assert scope_of(other).precision() == {"0": "fp8", "2": "bf16"}
+        assert other[2].current == "bf16"
+        statistics = self.trained(other, scope_of(other), 1)[-1]
+        assert statistics[:, 2:].count_nonzero() == 0
+
+    @every_recipe
+    def test_an_average_of_weights_is_evaluated_with_its_own(self, recipe):
+        model, scope = self.model(recipe)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        x = drawn(16, INPUTS, seed=3)
+        average.eval()
+        for seed in range(2):
+            self.trained(model, scope, seed)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(-1.5)
+            average.update_parameters(model)
+            plain = copy.deepcopy(average.module)
+            with torch.no_grad():
+                assert torch.equal(average(x), plain(x))
+
+    def test_a_shallow_copy_computes_the_same(self):
+        model, _ = self.model("current")
+        x = drawn(16, INPUTS, seed=3)
+        assert torch.equal(copy.copy(model[0])(x), model[0](x))
+
+    def test_a_copy_within_a_step_has_what_was_seen_of_it(self):
+        model, scope = self.model("delayed")
+        model(drawn(16, INPUTS, seed=0)).sum().backward()
+        other = copy.deepcopy(model)
+        scope.finish_step(applied=True), scope_of(other).finish_step(applied=True)
+        assert torch.equal(scope.statistics()[1], scope_of(other).statistics()[1])
+
+    def test_a_module_without_fp8_linears_has_no_scope(self):
+        with pytest.raises(ValueError, match="of 0 scopes"):
+            scope_of(nn.Linear(16, 16))
+
+    def test_what_tensor_ranks_share_is_refused_with_what_to_do(self):
+        scope = PrecisionScope("fp8", fp8_config("current"), num_layers=1, tensor=TWO_RANKS)
+        layer = scope.linear(NAME, INPUTS, OUTPUTS, shard="column")
+        with pytest.raises(TypeError, match="load its state_dict"):
+            copy.deepcopy(layer)
+        with pytest.raises(TypeError, match="state_tensors"):
+            copy.deepcopy(scope)
