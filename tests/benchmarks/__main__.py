@@ -11,7 +11,9 @@ BENCHMARKS = (
     "bench_recovery",
     "bench_start",
     "bench_fp8_linear",
+    "bench_exchange",
     "bench_exchange_error",
+    "bench_parity",
 )
 
 
