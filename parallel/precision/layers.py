@@ -24,6 +24,7 @@ Promises: nothing here waits for the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 
 class RMSNorm(nn.Module):
@@ -118,11 +121,35 @@ def channel_scales(x: Tensor) -> tuple[Tensor, Tensor]:
     return undo.reciprocal().to(x.dtype), undo.to(x.dtype)
 
 
+FORWARDS_UNTIL_REMINDED = 512
+"""More than a step's micro-batches; of one linear."""
+
+
 @dataclass(slots=True)
 class Observation:
     """Whether the linears of a scope keep what they see; shared by all of them."""
 
     active: bool = True
+    awaits_steps: bool = False
+    """Whether scales come of finished steps alone, and none has been finished yet."""
+    _reminding: str = ""
+    _forwards: int = 0
+
+    def note_forward(self, name: str) -> None:
+        """A forward of the linear ``name`` in training; a warning where no step ever ends."""
+        if not self.awaits_steps:
+            return
+        # Of one linear, so that the number doesn't depend on how many there are.
+        self._reminding = self._reminding or name
+        self._forwards += name == self._reminding
+        if self._forwards == FORWARDS_UNTIL_REMINDED:
+            self.awaits_steps = False
+            logger.warning(
+                "%d forwards of %s in training and no finish_step: under delayed scaling it makes "
+                "the scales, and without it all scales stay 1",
+                self._forwards,
+                name,
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -192,6 +192,8 @@ class Float8Linear(nn.Linear):
         if self.operands is None:
             self.operands = self._bind(self.name)
         self.has_run = True
+        if self.training:
+            self._observation.note_forward(self.name)
         if self.shard is None:
             return self._own(input, undo)
         return self.shard.run(lambda x: self._own(x, undo), input)

@@ -72,7 +72,7 @@ class PrecisionScope:
         self._num_layers = num_layers
         self._linears: dict[str, Float8Linear] = {}
         self._fixed: list[str] = []
-        self._observation = Observation()
+        self._observation = Observation(awaits_steps=self.recipe.has_state)
         self._returns = Returns()
         self._state: PackedState | None = None
         on_cpu = self.device.type == "cpu"
@@ -300,6 +300,7 @@ class PrecisionScope:
         the parameters. Quantized weights are made anew afterwards either way. Linears that
         waited for scales to return to FP8 do so now.
         """
+        self._observation.awaits_steps = False
         if self._linears:
             self._packed().finish_step(applied)
             self._return_the_warmed(applied)

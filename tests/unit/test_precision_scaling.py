@@ -14,7 +14,13 @@ from parallel.precision import kernels, recipes
 from parallel.precision.formats import E4M3, E5M2
 from parallel.precision.per_tensor import CurrentQuantizer
 from parallel.precision.quantizers import StateRow
-from parallel.precision.scaling import FLOAT32_MAX, amax_to_scale, tensor_to_amax, update_delayed_
+from parallel.precision.scaling import (
+    FLOAT32_MAX,
+    amax_to_scale,
+    scale_with_room,
+    tensor_to_amax,
+    update_delayed_,
+)
 
 AMAX = st.one_of(
     st.just(0.0),
@@ -152,6 +158,38 @@ def test_current_scaling_follows_its_rules_bit_for_bit(amax, epsilon, power_of_t
     options = {"epsilon": epsilon, "power_of_two": power_of_two}
     got = amax_to_scale(torch.tensor(amax), format.max, **options)
     assert got.item() == expected
+
+
+POSITIVE = st.floats(min_value=2.0**-100, max_value=2.0**100, width=32)
+
+
+@settings(deadline=None)
+@given(POSITIVE, POSITIVE, st.integers(0, 3), st.booleans())
+def test_room_is_made_by_the_smaller_scale_or_where_nothing_was_seen_by_the_fresh_one(
+    scale, amax, margin, warmed
+):
+    fresh = divide(448.0 / 2**margin, amax)
+    (made,) = scale_with_room(
+        torch.tensor([scale]),
+        torch.tensor([amax]),
+        torch.tensor([448.0]),
+        margin=margin,
+        warmed=torch.tensor([warmed]),
+    ).tolist()
+    assert made == (min(scale, fresh) if warmed else fresh)
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+@pytest.mark.parametrize("amax", [0.0, math.inf, math.nan])
+def test_an_amax_that_says_nothing_leaves_the_scale(warmed, amax):
+    made = scale_with_room(
+        torch.tensor([3.0]),
+        torch.tensor([amax]),
+        torch.tensor([448.0]),
+        margin=0,
+        warmed=torch.tensor([warmed]),
+    )
+    assert made.tolist() == [3.0]
 
 
 @pytest.mark.parametrize("way", ["compiled", "plain"])

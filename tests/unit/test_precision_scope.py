@@ -11,6 +11,7 @@ from torch import Tensor
 from monitoring.amax import headroom_octaves
 from monitoring.records import TensorStats
 from parallel.config import FP8Config, HighPrecisionLayers
+from parallel.precision.layers import FORWARDS_UNTIL_REMINDED
 from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.recipes import linear_names
 from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
@@ -388,6 +389,20 @@ class TestStatistics:
         assert torch.equal(second[:, 1], fp8_max / first[:, 0])
         assert second[:, 5].tolist() == [tokens, weight, tokens] * 2
 
+    @every_variant
+    @pytest.mark.parametrize("precision", ["fp8", "bf16"])
+    def test_the_weight_is_counted_once_a_step_however_often_it_is_used(self, recipe, precision):
+        stage = Stage(recipe)
+        stage.step(0)
+        stage.scope.set_precision(dict.fromkeys(NAMES, precision))
+        stage.scope.statistics()
+        for needs_grad in (False, True, False, True):
+            x = torch.ones(4, WIDTH).bfloat16().requires_grad_(needs_grad)
+            stage.linears[0](x)
+        stage.step(1)
+        _, statistics = stage.scope.statistics()
+        assert statistics[[1, 4], 5].tolist() == [WIDTH**2, WIDTH**2]
+
     def test_a_surge_past_the_delayed_scale_is_seen_as_saturation(self):
         stage = Stage()
         for seed in range(3):
@@ -455,3 +470,27 @@ class TestStatistics:
         _, (row, *_) = scope.statistics()
         assert row[0] > 9e29
         assert row[2:].count_nonzero() == 0
+
+
+class TestReminder:
+    def forwards(self, recipe: str, caplog, *, training: bool = True, closed: bool = False) -> int:
+        stage = Stage(recipe)
+        if closed:
+            stage.scope.finish_step(applied=True)
+        stage.linears[0].train(training)
+        with torch.no_grad():
+            for _ in range(FORWARDS_UNTIL_REMINDED + 5):
+                stage.linears[0](torch.ones(1, WIDTH).bfloat16())
+        return sum("finish_step" in record.message for record in caplog.records)
+
+    def test_delayed_scaling_without_a_finished_step_is_told_once(self, caplog):
+        assert self.forwards("delayed", caplog) == 1
+        assert "scales stay 1" in caplog.text
+
+    @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+    def test_recipes_without_history_need_none(self, recipe, caplog):
+        assert self.forwards(recipe, caplog) == 0
+
+    def test_evaluation_and_training_with_steps_are_not_reminded(self, caplog):
+        assert self.forwards("delayed", caplog, training=False) == 0
+        assert self.forwards("delayed", caplog, closed=True) == 0
