@@ -1,6 +1,7 @@
 """One rank of a gradient exchange between hosts; one command line argument, a JSON object.
 
-``{"numel": …, "dtypes": ["fp8", "bf16"], "repeats": …}``; ``env://`` says where the others are.
+``{"numel": …, "dtypes": ["fp8", "bf16"], "scattered": false, "repeats": …}``; ``env://`` says
+where the others are.
 Prints, as JSON, the seconds of each exchange by dtype. The dtypes take turns, every exchange
 begins together, and the words ``begin`` and ``end`` with an answer on standard input stand
 around them all, so that the one who started the ranks can read the hosts' counters between.
@@ -29,7 +30,9 @@ def main() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     gradient = torch.randn(case["numel"], generator=generator)
     config = GradientExchangeConfig()
-    exchanges = {d: GradientExchange(d, config, group) for d in case["dtypes"]}
+    exchanges = {
+        d: GradientExchange(d, config, group, scattered=case["scattered"]) for d in case["dtypes"]
+    }
     for exchange in exchanges.values():
         exchange.mean_(gradient.clone())  # buffers, connections
     _meet("begin")

@@ -27,9 +27,21 @@ class Exchanged:
     """By one host in a round of all dtypes, mean over hosts, as their interfaces count."""
 
 
-def exchange(network: Network, dtypes: Sequence[str], numel: int, repeats: int = 3) -> Exchanged:
-    """Average ``numel`` gradients over the network's hosts, one rank a host, dtypes in turn."""
-    case = json.dumps({"numel": numel, "dtypes": list(dtypes), "repeats": repeats})
+def exchange(
+    network: Network,
+    dtypes: Sequence[str],
+    numel: int,
+    repeats: int = 3,
+    *,
+    scattered: bool = False,
+) -> Exchanged:
+    """Average ``numel`` gradients over the network's hosts, one rank a host, dtypes in turn.
+
+    ``scattered``: each host takes the mean of its own part alone, as under ZeRO 1.
+    """
+    case = json.dumps(
+        {"numel": numel, "dtypes": list(dtypes), "scattered": scattered, "repeats": repeats}
+    )
     hosts = network.hosts
     ranks = [_start(host, i, hosts[0].address, len(hosts), case) for i, host in enumerate(hosts)]
     _hear(ranks, "begin")
