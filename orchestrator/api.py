@@ -13,32 +13,35 @@
     GET  /healthz                 without a token
 
 Promises: everything under /v1 wants the bearer token (401 without, 403 with a wrong one);
-every error is JSON ``{error, problems}`` and never a traceback; a body above
+every error is JSON ``{error, problems}`` and never a traceback; parameters that a route doesn't
+have are refused (422); a body above
 ``BODY_LIMIT`` is refused unread. ``{job}`` is an id, a name or a unique beginning.
 ``wait`` holds the answer back until there is something new, for that many seconds at most.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from orchestrator.api_guard import Guard
 from orchestrator.controller import Controller
-from orchestrator.lifecycle import JobState, TransitionRefused
+from orchestrator.lifecycle import JobState, TransitionRefused, nothing_to_do
 from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of
+from orchestrator.spec_completion import slots_per_node
 from orchestrator.spec_errors import SpecError
 from orchestrator.store import Store
 from orchestrator.store_rows import JobRow, UnknownJobError
@@ -87,12 +90,22 @@ class Ask(BaseModel):
 
 def create_app(controller: Controller, token: str) -> FastAPI:
     """The API of ``controller``."""
-    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None)
+    known = [Depends(_known_parameters)]
+    app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, dependencies=known)
     app.add_middleware(Guard, token=token)
     _add_errors(app)
     _add_commands(app, controller)
     _add_reads(app, controller)
     return app
+
+
+def _known_parameters(request: Request) -> None:
+    """Refuse what nobody reads: who misspells a parameter would take the answer for another's."""
+    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            listed = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise HTTPException(422, f"no parameter is called {name!r} here; {listed}")
 
 
 def resolve(store: Store, word: str) -> JobRow:
@@ -145,6 +158,15 @@ def _backend(store: Store, row: JobRow) -> dict[str, str]:
     return {key: str(known.get(key, value)) for key, value in foretold.items()}
 
 
+@contextlib.contextmanager
+def _asked_of(job: str) -> Iterator[None]:
+    """A refusal in a sentence that names the job."""
+    try:
+        yield
+    except TransitionRefused as refused:
+        raise HTTPException(409, nothing_to_do(job, refused)) from None
+
+
 def settled(row: JobRow) -> bool:
     """Whether nothing more will happen by itself: ended or paused, and its nodes given back."""
     at_rest = row.state.terminal or row.state is JobState.PAUSED
@@ -163,12 +185,14 @@ def _add_commands(app: FastAPI, controller: Controller) -> None:
     @app.post("/v1/jobs/{job}/cancel")
     def cancel(job: str, body: Ask | None = None) -> dict[str, Any]:
         row = resolve(controller.store, job)
-        return job_json(controller.cancel(row.id, (body or Ask()).reason))
+        with _asked_of(row.id):
+            return job_json(controller.cancel(row.id, (body or Ask()).reason))
 
     @app.post("/v1/jobs/{job}/resume")
     def resume(job: str, body: Ask | None = None) -> dict[str, Any]:
         row = resolve(controller.store, job)
-        return job_json(controller.resume(row.id, (body or Ask()).reason))
+        with _asked_of(row.id):
+            return job_json(controller.resume(row.id, (body or Ask()).reason))
 
 
 def _add_reads(app: FastAPI, controller: Controller) -> None:
@@ -225,6 +249,9 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
         wait: Wait = 0,
     ) -> dict[str, Any]:
         row = resolve(store, job)
+        ranks = row.spec.num_nodes * slots_per_node(row.spec)
+        if rank >= ranks:
+            raise HTTPException(422, f"{row.id} has no rank {rank}, only 0 to {ranks - 1}")
         number = attempt or row.attempt
         file = Path(row.job_dir) / "logs" / f"attempt-{number}" / f"rank-{rank}.log"
         deadline = time.monotonic() + wait
@@ -317,9 +344,10 @@ def _add_errors(app: FastAPI) -> None:
         told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         return _error(422, "; ".join(told))
 
-    @app.exception_handler(HTTPException)
-    def http(_: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail).lower())
+    @app.exception_handler(AnyHTTPException)
+    def http(_: Request, error: AnyHTTPException) -> JSONResponse:
+        detail = str(error.detail)
+        return _error(error.status_code, detail[:1].lower() + detail[1:])
 
     @app.exception_handler(Exception)
     def unexpected(_: Request, error: Exception) -> JSONResponse:

@@ -44,6 +44,25 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Say the version.", is_eager=True, callback=_say_version),
+    ] = False,
+) -> None:
+    """Unattended FP8 training of large language models."""
+
+
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id, name or unique beginning.")]
 OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to show it.")]
 SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="A job file (YAML).")]
@@ -287,7 +306,7 @@ def call(arguments: list[str] | None = None) -> int:
 
 def _output_asked(words: list[str]) -> Output:
     """What ``-o`` says, read without Typer: its own errors are told in that form too."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word == "--":
             break
         value = following if word in ("-o", "--output") else ""
@@ -302,8 +321,12 @@ def _output_asked(words: list[str]) -> Output:
 
 def _tell(error: Exception, output: Output) -> int:
     show = getattr(error, "show", None)
-    if callable(show) and output is Output.table:
+    if callable(show):
         # A usage error of Typer's, which has them in a module of its own.
+        message = getattr(error, "message", None)
+        if isinstance(message, str):
+            error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+    if callable(show) and output is Output.table:
         show()
         return USAGE
     told = _error_of(error)

@@ -8,6 +8,7 @@ object on stderr, so that stdout never holds anything else.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -91,30 +92,33 @@ def complain(error: CommandError, output: Output) -> None:
         print(f"        {line}", file=sys.stderr)
 
 
-def print_jobs(jobs: Sequence[Mapping[str, Any]], now: float | None = None) -> None:
-    """A table of jobs."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def print_jobs(
+    jobs: Sequence[Mapping[str, Any]], now: float | None = None, width: int | None = None
+) -> None:
+    """A table of jobs, ``width`` columns wide: by default the terminal's, in a pipe any number.
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("JOB", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE", "REASON"):
-        table.add_column(column, overflow="fold" if column == "JOB" else "ellipsis", no_wrap=True)
-    for job in jobs:
-        table.add_row(
+    Where the room is scarce the reasons alone are cut; `octavo status` has them whole.
+    """
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    rows = [("JOB", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE")]
+    rows += [
+        (
             job["id"],
             job["state"],
             progress(job),
             "–" if job["loss"] is None else f"{job['loss']:.4f}",
             str(job["attempt"] or "–"),
             age((now or time.time()) - job["submitted_at"]),
-            Text(job["reason"]),
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A pipe has no width: nothing may be cut.
-        console.width = 200
-    console.print(table)
+        for job in jobs
+    ]
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, reason in zip(rows, ("REASON", *(job["reason"] for job in jobs)), strict=True):
+        cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
+        line = " ".join([*cells, *reason.split()])
+        cut = width is not None and len(line) > width
+        print(f"{line[: (width or 0) - 1]}…" if cut else line)
 
 
 def print_job(job: Mapping[str, Any]) -> None:

@@ -6,17 +6,19 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from orchestrator.cli_close import going_on, stands
 from orchestrator.cli_show import CommandError, Output, print_json
 from orchestrator.client import Client, ClientError, RefusedError
-from orchestrator.home import Home
+from orchestrator.home import HOME_VARIABLE, Home
 from orchestrator.interrupts import uninterruptible
 from orchestrator.local import LocalError, Starting, end_host, running_host
 
 FEWEST_SLOTS = 4
 CHANGE = "`octavo down` first to change that"
+ELSEWHERE = f"name a folder that you may write to, with --home or ${HOME_VARIABLE}"
 RUNS = ("starting", "running", "recovering")
 """States of jobs that have something to end."""
 DOWN_S = 75.0
@@ -26,14 +28,17 @@ after 60."""
 
 def bring_up(home: Home, slots: int | None, standby: int | None, output: Output) -> int:
     """Start the host of ``home``, or find it running; the exit code."""
-    found = running_host(home)
+    with _kept_in(home):
+        found = running_host(home)
     wanted = slots or max(FEWEST_SLOTS, os.cpu_count() or 1)
     if found is None:
-        home.create(
-            None if standby is None else home.config().model_copy(update={"standby": standby})
-        )
+        with _kept_in(home):
+            home.create(
+                None if standby is None else home.config().model_copy(update={"standby": standby})
+            )
+            starting = Starting(home, wanted, tied=False)
         try:
-            Starting(home, wanted, tied=False).wait()
+            starting.wait()
         except LocalError as error:
             raise CommandError(str(error)) from None
         found = running_host(home)
@@ -48,6 +53,16 @@ def bring_up(home: Home, slots: int | None, standby: int | None, output: Output)
     else:
         print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
     return 0
+
+
+@contextlib.contextmanager
+def _kept_in(home: Home) -> Iterator[None]:
+    """A folder that can't be read or written is told with what to do."""
+    try:
+        yield
+    except OSError as error:
+        message = f"no controller can be kept in {home.path}: {error.strerror or error}"
+        raise CommandError(message, ELSEWHERE) from None
 
 
 def bring_down(home: Home, user: str, output: Output) -> int:

@@ -118,6 +118,22 @@ class TransitionRefused(ValueError):  # noqa: N818
         )
 
 
+def nothing_to_do(job: str, refused: TransitionRefused) -> str:
+    """Why a cancel or resume of ``job`` was refused, in a sentence for whoever asked."""
+    state = refused.state
+    if refused.cause is Cause.CANCEL_ASKED:
+        been = "was cancelled" if state is JobState.CANCELLED else f"has {state.word}"
+        return f"{job} {been} already; there is nothing to cancel"
+    if refused.cause is not Cause.RESUME_ASKED:
+        return str(refused)
+    if state is JobState.SUCCEEDED:
+        return f"{job} has succeeded already; there is nothing to resume"
+    if state is JobState.CANCELLING:
+        return f"{job} is being cancelled; resume it once it has ended"
+    goes_on = "waits for its nodes" if state is JobState.QUEUED else f"is {state.word}"
+    return f"{job} {goes_on} already; only a paused, cancelled or failed job is resumed"
+
+
 def possible_from(state: JobState) -> dict[Cause, JobState]:
     """The causes that change ``state``, and to what."""
     return {cause: after for (before, cause), after in TRANSITIONS.items() if before is state}

@@ -259,7 +259,9 @@ def _finding(error: Any, model: type[BaseModel], data: Mapping[str, Any]) -> Fin
         keys = ", ".join(sorted(_keys_at(model, path, data))[:6])
         hint = f"write {path[-1]}: {{…}}" + (f" with keys such as {keys}" if keys else "")
         return Finding(path, "must be a mapping", hint)
-    message = error["msg"][0].lower() + error["msg"][1:]
+    # Pydantic's own prefix to what a validator of ours says.
+    told = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = told[:1].lower() + told[1:]
     remedy = "put it in quotes" if kind == "string_type" and isinstance(given, int | float) else ""
     return Finding(path, message.replace("input should be", "must be"), remedy)
 

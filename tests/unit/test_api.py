@@ -98,7 +98,9 @@ def test_a_job_is_submitted_listed_shown_and_cancelled(api: TestClient) -> None:
     assert (gone["state"], gone["reason"], gone["settled"]) == ("cancelled", "by test", True)
     again = api.post(f"/v1/jobs/{job['id']}/cancel")
     assert again.status_code == 409
-    assert "the job is cancelled" in again.json()["error"]
+    assert again.json()["error"] == (
+        f"{job['id']} was cancelled already; there is nothing to cancel"
+    )
 
 
 def test_problems_of_a_spec_come_with_file_key_value_and_remedy(
@@ -240,6 +242,23 @@ def test_logs_come_by_rank_attempt_and_offset(api: TestClient, plane: ControlPla
     assert api.get(path, params={"rank": 3}).json()["exists"] is False
     for bad in ({"rank": -1}, {"rank": "../x"}, {"attempt": 0}, {"offset": -5}):
         assert api.get(path, params=bad).status_code == 422  # type: ignore[arg-type]
+
+
+def test_a_rank_that_the_job_does_not_have_and_a_parameter_nobody_reads_are_refused(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    job = running(plane)
+    path = f"/v1/jobs/{job}/logs"
+    absent = api.get(path, params={"rank": 99})
+    assert (absent.status_code, absent.json()["error"]) == (
+        422,
+        f"{job} has no rank 99, only 0 to 3",
+    )
+    unread = api.get(path, params={"lines": -5})
+    assert unread.status_code == 422
+    assert "no parameter is called 'lines' here; it has attempt, offset" in unread.json()["error"]
+    assert api.get("/v1/jobs", params={"state": "failed"}).status_code == 422
+    assert api.get("/healthz").status_code == 200
 
 
 def test_a_log_is_never_cut_inside_a_character(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import yaml
 from orchestrator.api import create_app, job_json
 from orchestrator.cli import call
 from orchestrator.cli_close import conclude, could_go_on
-from orchestrator.cli_show import Output
+from orchestrator.cli_show import Output, print_jobs
 from orchestrator.client import Client, NotAuthorizedError, UnreachableError
 from orchestrator.home import Home, Server, TokenExposedError
 from orchestrator.lifecycle import Cause, JobState
@@ -84,7 +85,7 @@ def test_a_job_is_submitted_listed_shown_and_cancelled(
     assert call(["status", "toy", "-o", "json"]) == 103
     assert json.loads(capsys.readouterr().out)["reason"].startswith("cancelled by ")
     assert call(["cancel", job]) == 1
-    assert "the job is cancelled" in capsys.readouterr().err
+    assert f"{job} was cancelled already; there is nothing to cancel" in capsys.readouterr().err
     assert call(["events", job]) == 0
     assert "submitted from" in capsys.readouterr().out
     assert call(["events", job, "-f"]) == 103
@@ -188,6 +189,20 @@ def test_a_dry_run_refuses_a_folder_that_submit_refuses_in_the_same_words(
     assert "can't be made" in told
     assert call(["submit", "--dry-run", file]) == 2
     assert capsys.readouterr().err == told
+
+
+def test_what_validation_says_comes_without_the_words_of_its_library(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = job_file(tmp_path, model={"factory": "nowhere"}, fp8={"format": "E5M2"})
+    assert call(["submit", "--dry-run", file]) == 2
+    told = capsys.readouterr().err
+    assert "model.factory: 'nowhere': is not written as package.module:function" in told
+    assert "fp8.format: 'E5M2': pure E5M2" in told
+    assert call(["list", "-o", "xml"]) == 2
+    told += capsys.readouterr().err
+    assert "'xml' is not one of" in told
+    assert "value error" not in told.lower()
 
 
 def test_a_dry_run_makes_no_folder(tmp_path: Path) -> None:
@@ -361,6 +376,39 @@ def test_a_wrong_or_exposed_token_is_told_without_a_traceback(
     monkeypatch.setenv("OCTAVO_TOKEN", "wrong")
     assert call(["list"]) == 1
     assert "not this controller's" in capsys.readouterr().err
+
+
+def test_without_words_the_help_is_shown_and_the_version_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call([]) == 2
+    assert "Commands:" in capsys.readouterr().err
+    assert call(["--version"]) == 0
+    assert capsys.readouterr().out == f"octavo {version('octavo')}\n"
+
+
+@pytest.mark.parametrize("form", [[], ["-o", "json"]])
+def test_a_home_that_can_not_be_made_is_told_with_its_remedy(
+    form: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert call(["up", "--home", str(tmp_path / "file" / "home"), *form]) == 1
+    told = capsys.readouterr().err
+    assert f"in {tmp_path}/file/home: Not a directory" in told
+    assert "--home or $OCTAVO_HOME" in told
+
+
+def test_where_room_is_scarce_only_the_reason_of_a_listed_job_is_cut(
+    plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {**job_json(plane.store.job(plane.submit("a-job-with-a-name"))), "reason": "word " * 80}
+    print_jobs([row])
+    assert row["reason"].strip() in capsys.readouterr().out
+    print_jobs([row], width=100)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == ["JOB", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE", "REASON"]
+    assert line.startswith(f"{row['id']} queued 0/")
+    assert "word word" in line and line.endswith("…") and len(line) == 100
 
 
 def test_usage_errors_have_their_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from orchestrator.lifecycle import (
     JobState,
     TransitionRefused,
     next_state,
+    nothing_to_do,
     possible_from,
     state_named,
 )
@@ -81,3 +82,47 @@ def test_states_are_found_by_their_stored_word() -> None:
     assert [state_named(s.word) for s in JobState] == list(JobState)
     with pytest.raises(ValueError, match="'dead'"):
         state_named("dead")
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "told"),
+    [
+        (
+            JobState.SUCCEEDED,
+            Cause.CANCEL_ASKED,
+            "has succeeded already; there is nothing to cancel",
+        ),
+        (JobState.FAILED, Cause.CANCEL_ASKED, "has failed already; there is nothing to cancel"),
+        (
+            JobState.CANCELLED,
+            Cause.CANCEL_ASKED,
+            "was cancelled already; there is nothing to cancel",
+        ),
+        (
+            JobState.SUCCEEDED,
+            Cause.RESUME_ASKED,
+            "has succeeded already; there is nothing to resume",
+        ),
+        (
+            JobState.CANCELLING,
+            Cause.RESUME_ASKED,
+            "is being cancelled; resume it once it has ended",
+        ),
+        (
+            JobState.RUNNING,
+            Cause.RESUME_ASKED,
+            "is running already; only a paused, cancelled or failed job is resumed",
+        ),
+        (
+            JobState.QUEUED,
+            Cause.RESUME_ASKED,
+            "waits for its nodes already; only a paused, cancelled or failed job is resumed",
+        ),
+    ],
+)
+def test_what_a_person_asks_in_vain_is_refused_in_a_sentence(
+    state: JobState, cause: Cause, told: str
+) -> None:
+    with pytest.raises(TransitionRefused) as refused:
+        next_state(state, cause)
+    assert nothing_to_do("toy-1", refused.value) == f"toy-1 {told}"
