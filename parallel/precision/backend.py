@@ -111,6 +111,10 @@ class LayerScope(Protocol):
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
         """Change linears' precision at a step boundary; none of them if a name is unknown.
 
+        With scales made of earlier steps, a linear that left FP8 returns once applied steps
+        have made scales for it in BF16: an order before that waits until the ``finish_step``
+        that has them. ``precision`` tells what is in force.
+
         Raises ValueError for unknown names, with the nearest one, and for fixed ones.
         """
         ...

@@ -80,6 +80,7 @@ class LinearHandle:
         self.current: Precision = "fp8"
         self.sampling = False
         self.weight_seen = False
+        self._input_seen = self._gradient_due = self._gradient_seen = False
         self.observed: dict[Role, OperandRow] = {}
         """Empty for a linear that stays in BF16."""
         self._eps = eps
@@ -118,11 +119,19 @@ class LinearHandle:
             with self._forward.disabled():
                 y = self.module(x)
         if looking and y.requires_grad:
+            self._gradient_due = True
             y = _SeeGradient.apply(y, self, quantized)
         return y
 
+    def take_seen(self) -> bool:
+        """Whether all operands were observed since the last call; starts anew."""
+        seen = self._input_seen and (self._gradient_seen or not self._gradient_due)
+        self._input_seen = self._gradient_due = self._gradient_seen = False
+        return seen
+
     def see_gradient(self, grad_output: Tensor, quantized: bool) -> None:
         """What comes back through the linear's output."""
+        self._gradient_seen = True
         row = self.observed["grad_output"]
         row.observe(grad_output, quantized=quantized, counted=self.sampling)
 
@@ -135,6 +144,7 @@ class LinearHandle:
         if self._eps is not None:
             norm_weight = self.norm_weight.detach()
             x = F.rms_norm(x, norm_weight.shape, norm_weight, self._eps)
+        self._input_seen = True
         self.observed["input"].observe(x, quantized=quantized, counted=self.sampling)
         if not self.weight_seen:
             weight = self.weight.detach()

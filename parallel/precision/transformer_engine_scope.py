@@ -28,7 +28,7 @@ from parallel.precision import recipes, scaling
 from parallel.precision.choice import Workload, misfit
 from parallel.precision.operand_statistics import OperandStatistics
 from parallel.precision.recipes import ROLES
-from parallel.precision.switching import precision_of_state, refuse_unknown
+from parallel.precision.switching import Returns, precision_of_state, refuse_unknown
 from parallel.precision.transformer_engine import (
     GRAD_OUTPUT,
     INPUT,
@@ -74,6 +74,7 @@ class TransformerEngineScope:
         self._tensor = tensor
         self._engine = TransformerEngine(config, stage)
         self._delayed = config.recipe == "delayed"
+        self._returns = Returns(steps=2)
         self._linears: dict[str, LinearHandle] = {}
         self._fixed: list[str] = []
         self._states: DelayedStates | None = None
@@ -265,24 +266,42 @@ class TransformerEngineScope:
 
         As in the native scope, a linear that leaves FP8 forgets its amax history and fills a
         new one from what it sees in BF16, and one that returns has its weight measured as it
-        is then, over the tensor ranks: a collective.
+        is then, over the tensor ranks: a collective. An order to return before applied steps
+        have made scales in BF16 waits for them: two, as gradients of the linears before the
+        first FP8 one reach the scales with the next step's update.
         """
         refuse_unknown(precision, self.layers, self.fixed_layers)
-        changed = [name for name in precision if precision[name] != self._linears[name].current]
-        for name, wanted in precision.items():
-            self._linears[name].current = wanted
         if not self._delayed:
+            self._assign(precision)
             return
+        granted = {name: self._returns.ask(name, wanted) for name, wanted in precision.items()}
+        changed = [name for name in granted if granted[name] != self._linears[name].current]
+        self._assign(granted)
         self._laid_out()
         assert self._states is not None
-        for name in changed:
-            if precision[name] == "bf16":
-                self._states.forget(self.layers.index(name))
-        returning = [name for name in changed if precision[name] == "fp8"]
-        if returning:
+        leaving = [name for name in changed if granted[name] == "bf16"]
+        self._returns.leave(leaving)
+        for name in leaving:
+            self._states.forget(self.layers.index(name))
+            self._linears[name].take_seen()
+        self._make_room([name for name in changed if granted[name] == "fp8"])
+
+    def _assign(self, precision: Mapping[str, Precision]) -> None:
+        for name, wanted in precision.items():
+            self._linears[name].current = wanted
+
+    def _make_room(self, returning: Sequence[str]) -> None:
+        if returning and self._states is not None:
             self._states.make_room(
                 [self.layers.index(name) for name in returning], self._weight_amax(returning)
             )
+
+    def _return_the_warmed(self, applied: bool) -> None:
+        seen = [name for name in self._returns.cold if self._linears[name].take_seen()]
+        ready = set(self._returns.step(seen)) if applied else set()
+        returning = [name for name in self._linears if name in ready]
+        self._assign(dict.fromkeys(returning, "fp8"))
+        self._make_room(returning)
 
     @torch.no_grad()
     def _weight_amax(self, names: Sequence[str]) -> Tensor:
@@ -302,6 +321,7 @@ class TransformerEngineScope:
             self._note_amax(self._states)
             self._states.bring_back()
         self._in_step = False
+        self._return_the_warmed(applied)
         self.forget_weights()
 
     def forget_weights(self) -> None:
@@ -348,8 +368,8 @@ class TransformerEngineScope:
         return tensors
 
     def state_meta(self) -> dict[str, object]:
-        """The rest of the state, for JSON: ``precision`` by linear."""
-        return {"precision": self.precision()}
+        """The rest of the state, for JSON: ``precision`` by linear, and who waits to return."""
+        return {"precision": self.precision(), **self._returns.meta()}
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
         """Take back ``state_meta``, after the tensors were copied in place; as it was stored,
@@ -357,8 +377,8 @@ class TransformerEngineScope:
         """
         precision = precision_of_state(meta, self.layers)
         refuse_unknown(precision, self.layers, self.fixed_layers)
-        for name, stored in precision.items():
-            self._linears[name].current = stored
+        self._assign(precision)
+        self._returns.load_meta(meta)
         self._in_step = False
         self.forget_weights()
         # What steps showed that have now not been shall not be told of later ones.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -334,11 +335,44 @@ class TestDelayedScaling:
         train_step(scope, layer, 0)
         scope.set_precision({LINEARS[1]: "bf16"})
         train_step(scope, layer, 1)
+        train_step(scope, layer, 2)
         with torch.no_grad():
             layer.out.weight.mul_(8)
         scope.set_precision({LINEARS[1]: "fp8"})
         scale = scope.state_tensors()[f"{LINEARS[1]}/forward.scale"][1]
         assert scale == torch.tensor(448.0) / layer.out.weight.abs().max().float()
+
+    def test_a_return_waits_until_applied_steps_have_made_scales(self, te):
+        scope = scope_of(RECIPES["delayed"])
+        layer = Layer(scope)
+        train_step(scope, layer, 0)
+        train_step(scope, layer, 1)
+        before = state_of(scope)
+        scope.set_precision(dict.fromkeys(LINEARS[:2], "bf16"))
+        scope.set_precision(dict.fromkeys(LINEARS[:2], "fp8"))
+        seen = []
+        for step, applied in enumerate((False, True, False, True)):
+            seen.append([scope.precision()[name] for name in LINEARS[:3]])
+            train_step(scope, layer, step, applied=applied, size=100.0, grad_size=100.0)
+        assert seen == [["bf16", "bf16", "fp8"]] * 4
+        assert set(scope.precision().values()) == {"fp8"}
+        after = state_of(scope)
+        for name in LINEARS[:2]:
+            grown = before[f"{name}/backward.scale"][0] / after[f"{name}/backward.scale"][0]
+            assert 20 < grown < 500
+
+    def test_a_return_that_waits_is_in_the_state(self, te):
+        scope = scope_of(RECIPES["delayed"])
+        layer = Layer(scope)
+        scope.set_precision({LINEARS[1]: "bf16"})
+        scope.set_precision({LINEARS[1]: "fp8"})
+        meta = json.loads(json.dumps(scope.state_meta()))
+        other = scope_of(RECIPES["delayed"])
+        layer = Layer(other)
+        other.load_meta(meta)
+        assert other.precision()[LINEARS[1]] == "bf16"
+        train_step(other, layer, 0), train_step(other, layer, 1)
+        assert other.precision()[LINEARS[1]] == "fp8"
 
     def test_a_step_that_is_not_applied_leaves_scales_and_histories_as_before(self, te):
         scope = scope_of(RECIPES["delayed"])
