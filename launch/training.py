@@ -192,7 +192,8 @@ class TrainingLoop:
 
     def _roll_back(self, order: Rollback) -> float:
         started = time.perf_counter()
-        in_force: dict[str, Precision] = self._engine.scope.precision()
+        # With returns that wait: they are orders of this timeline, which the restore doesn't know.
+        in_force: dict[str, Precision] = self._engine.scope.ordered()
         exchange = self._engine.exchange.dtype
         self._shipper.drop_after(order.to_step)
         meta = self._ring.restore(order.to_step, self._assignment.rank)

@@ -108,6 +108,13 @@ class LayerScope(Protocol):
         """What each switchable linear computes in now."""
         ...
 
+    def ordered(self) -> dict[str, Precision]:
+        """What each switchable linear was last ordered to compute in.
+
+        That is ``precision``, but for linears whose return to FP8 waits.
+        """
+        ...
+
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
         """Change linears' precision at a step boundary; none of them if a name is unknown.
 

@@ -222,6 +222,13 @@ class PrecisionScope:
         """What each switchable linear computes in now."""
         return {name: layer.current for name, layer in self._linears.items()}
 
+    def ordered(self) -> dict[str, Precision]:
+        """What each switchable linear was last ordered to compute in.
+
+        That is ``precision``, but for linears whose return to FP8 waits.
+        """
+        return self.precision() | dict.fromkeys(self._returns.waiting, "fp8")
+
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
         """Change linears' precision at a step boundary; none of them if a name is unknown.
 

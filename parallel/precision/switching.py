@@ -28,6 +28,11 @@ class Returns:
         """Linears without scales of their own time."""
         return tuple(self._cold)
 
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Linears whose return waits."""
+        return tuple(sorted(self._waiting))
+
     def leave(self, names: Iterable[str]) -> None:
         """Linears leave FP8 and forget what their scales were made from."""
         self._cold.update(dict.fromkeys(names, self._steps))
@@ -55,7 +60,7 @@ class Returns:
         """For JSON, beside ``precision``; empty where nothing waits."""
         if not self._cold:
             return {}
-        return {"unwarmed": dict(self._cold), "returning": sorted(self._waiting)}
+        return {"unwarmed": dict(self._cold), "returning": list(self.waiting)}
 
     def load_meta(self, meta: Mapping[str, object]) -> None:
         """Take back ``meta``, of a whole ``state_meta``."""

@@ -261,6 +261,13 @@ class TransformerEngineScope:
         """What each switchable linear computes in now."""
         return {name: handle.current for name, handle in self._linears.items()}
 
+    def ordered(self) -> dict[str, Precision]:
+        """What each switchable linear was last ordered to compute in.
+
+        That is ``precision``, but for linears whose return to FP8 waits.
+        """
+        return self.precision() | dict.fromkeys(self._returns.waiting, "fp8")
+
     def set_precision(self, precision: Mapping[str, Precision]) -> None:
         """Change linears' precision at a step boundary, see ``LayerScope``.
 

@@ -221,6 +221,25 @@ class TestPrecision:
         _, statistics = stage.scope.statistics()
         assert (statistics[:3, 2] <= 0.02 * statistics[:3, 5]).all()
 
+    def test_what_was_ordered_is_carried_over_a_restore_and_granted_by_its_scales(self):
+        stage = Stage()
+        stage.step(0)
+        copy = stage.copy()
+        stage.scope.set_precision({NAMES[0]: "bf16"})
+        before = stage.copy()
+        stage.scope.set_precision({NAMES[0]: "fp8"})
+        ordered = stage.scope.ordered()
+        assert ordered == dict.fromkeys(NAMES, "fp8")
+        stage.restore(before)
+        assert stage.scope.ordered() == {NAMES[0]: "bf16", NAMES[1]: "fp8"}
+        stage.scope.set_precision(ordered)
+        assert stage.scope.precision() == {NAMES[0]: "bf16", NAMES[1]: "fp8"}
+        stage.step(1)
+        assert stage.scope.precision() == ordered
+        stage.restore(copy)
+        stage.scope.set_precision(ordered)
+        assert stage.scope.precision() == ordered
+
     def test_a_waiting_return_is_called_off_by_another_order(self):
         stage = Stage()
         stage.step(0)
