@@ -405,3 +405,14 @@ class TestCopies:
             copy.deepcopy(layer)
         with pytest.raises(TypeError, match="state_tensors"):
             copy.deepcopy(scope)
+
+
+def test_a_linear_that_stays_in_bf16_takes_the_inputs_that_fp8_takes():
+    scope = PrecisionScope("bf16", fp8_config("delayed"), num_layers=1)
+    layer = scope.linear(NAME, INPUTS, OUTPUTS)
+    x = drawn(16, INPUTS, seed=2).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == torch.float32
+    assert layer.weight.grad.dtype == torch.bfloat16
+    assert torch.equal(y, x @ layer.weight.float().t())
