@@ -107,10 +107,12 @@ def submit(
     if dry_run:
         from orchestrator.client import URL_VARIABLE
         from orchestrator.spec_storage import check_storage
+        from orchestrator.spec_trial import check_factory_model
 
         # A controller elsewhere has folders of its own.
         if checked.checkpoint.storage_path is not None and URL_VARIABLE not in os.environ:
             check_storage(checked.checkpoint.storage_path, str(spec))
+        check_factory_model(checked, str(spec))
         backend = f"linears: {backend_of(checked)}"
         if output is Output.json:
             print_json(spec_data(checked))

@@ -31,6 +31,7 @@ from orchestrator.protocol import (
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Source
 from orchestrator.spec_storage import check_storage, no_job_directory
+from orchestrator.spec_trial import check_factory_model
 from orchestrator.store import Store
 from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords, Presence, Supervisors
@@ -82,6 +83,7 @@ class Controller:
         """The completed spec; raises ``SpecError``."""
         spec = spec_of(Source(file, dict(data), {}))
         check_storage(spec.checkpoint.storage_path or self._jobs_dir, file)
+        check_factory_model(spec, file)
         return spec
 
     def submit(self, data: Mapping[str, Any], file: str) -> JobRow:
