@@ -66,8 +66,13 @@ def still_there(processes: list[psutil.Process], seconds: float) -> list[str]:
     return [" ".join(p.cmdline())[:100] for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_two_runs_at_once_do_not_meet_and_each_has_its_summary(tmp_path: Path) -> None:
+def test_two_runs_at_once_do_not_meet_and_each_has_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = job_file(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     runs = [start(file, tmp_path / f"out{n}") for n in range(2)]
     for n, running in enumerate(runs):
         out, err = running.communicate(timeout=240)
@@ -79,6 +84,7 @@ def test_two_runs_at_once_do_not_meet_and_each_has_its_summary(tmp_path: Path) -
             p.name for p in folder.iterdir()
         }
     assert not list(Path("/tmp").glob(f"octavo-{os.getuid()}-{runs[0].pid}-*"))
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
