@@ -42,8 +42,8 @@ The contract:
 
 ``parallel.precision.convert`` swaps the ``nn.Linear`` of an existing module for FP8 ones.
 
-Promises: what is wrong with a factory is told with what to do, at submit as far as calling it
-isn't needed. Importing this needs no torch.
+Promises: what is wrong with a factory is told with what to do, at submit already where making
+its model on the meta device shows it. Importing this needs no torch.
 """
 
 from __future__ import annotations
