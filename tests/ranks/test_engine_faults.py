@@ -150,7 +150,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "tensor": lambda: build(
             world_size, tensor=2, model=MODEL.model_copy(update={"num_kv_heads": 1})
         ),
-        "zero": lambda: build(world_size, zero_stage=2),
+        "zero": lambda: build(world_size, zero_stage=3),
         "world": lambda: build(world_size, parallelism=ParallelismConfig(pipeline=3)),
         "deepspeed": lambda: build(world_size, deepspeed={"fp16": {"enabled": True}}),
     }
@@ -178,7 +178,7 @@ def test_wrong_orders_and_configurations_are_refused_alike_on_every_rank() -> No
         "fixed": "layers.0.mlp.down",
         "surge": "layer 3",
         "tensor": "num_kv_heads 1 must be divisible by 2 tensor ranks",
-        "zero": "ZeRO stage 2",
+        "zero": "ZeRO stage 3",
         "world": "2 ranks",
         "deepspeed": "fp16",
     }.items():
