@@ -2,7 +2,8 @@
 
 glibc maps large blocks anew for each tensor and unmaps them when it dies, so that a step
 pays two thousand page faults for memory that it had a step ago: about four hundredths of
-its time in the demo's model. The price is that a rank's resident memory stays at its peak.
+its processor time in the demo's model. The price is that a rank's
+resident memory stays at its peak.
 """
 
 from __future__ import annotations
