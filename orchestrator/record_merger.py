@@ -27,22 +27,18 @@ class RecordMerger:
         self.attempt = attempt
         self.timeline = timeline
         self.world_size = world_size
-        self.newest_seen = -1
-        """Newest step of this timeline that any rank has reported."""
         self._limit = limit
         self._steps: dict[int, dict[int, RankReport]] = {}
 
     def begin(self, timeline: int) -> None:
         """From now on only reports of ``timeline`` count."""
         self.timeline = timeline
-        self.newest_seen = -1
         self._steps.clear()
 
     def add(self, report: RankReport) -> StepRecord | None:
         """The step's record if this report was the last one missing."""
         if (report.attempt, report.timeline) != (self.attempt, self.timeline):
             return None
-        self.newest_seen = max(self.newest_seen, report.step)
         reports = self._steps.setdefault(report.step, {})
         reports[report.rank] = report
         if len(reports) == self.world_size:

@@ -6,9 +6,11 @@ Promises: the same scales as its kernels (2.20: ``delayed_scaling.cu``,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -34,6 +36,18 @@ def averaged_amax(history: Tensor, factor: float) -> Tensor:
 def tensor_to_amax(x: Tensor) -> Tensor:
     """Largest magnitude of ``x`` as a float32 scalar tensor; NaN if any element is NaN."""
     return x.abs().amax().float()
+
+
+def amax_over_shards(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """Largest magnitude of each matrix, float32 [matrices], over ``group``'s shards of it.
+
+    A collective where there is a group. As integers: the order is the same for non-negative
+    floats, and a NaN, which compares as the largest, reaches every rank.
+    """
+    amax = torch.stack([tensor_to_amax(shard) for shard in shards])
+    if group is not None:
+        dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
+    return amax
 
 
 def amax_to_scale(

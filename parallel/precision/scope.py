@@ -33,8 +33,8 @@ from parallel.precision.linear import BF16Linear, Float8Linear
 from parallel.precision.packed_state import STATISTICS_COLUMNS, PackedState
 from parallel.precision.quantizers import Quantizer
 from parallel.precision.recipes import ROLES, Role
-from parallel.precision.scaling import tensor_to_amax
-from parallel.precision.switching import Returns, precision_of_state, refuse_unknown
+from parallel.precision.scaling import amax_over_shards
+from parallel.precision.switching import SwitchableLinears, precision_of_state, refuse_unknown
 from parallel.tensor import ShardKind, TensorGroup, shard_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["STATISTICS_COLUMNS", "PrecisionScope"]
 
 
-class PrecisionScope:
+class PrecisionScope(SwitchableLinears[Float8Linear]):
     """Creates this rank's linears and owns their precision and scaling state."""
 
     def __init__(
@@ -65,15 +65,13 @@ class PrecisionScope:
         matches no linear.
         """
         self.recipe = recipes.expand(config)
+        super().__init__(keeps_history=self.recipe.has_state, steps=1)
         self.device = torch.device(device)
         self.tensor = tensor
         self._high_precision = config.high_precision_layers
         self._job_precision: Precision = precision
         self._num_layers = num_layers
-        self._linears: dict[str, Float8Linear] = {}
-        self._fixed: list[str] = []
         self._observation = Observation(awaits_steps=self.recipe.has_state)
-        self._returns = Returns()
         self._state: PackedState | None = None
         on_cpu = self.device.type == "cpu"
         self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
@@ -208,84 +206,25 @@ class PrecisionScope:
         """``function(*args)``, its activations computed again in the backward, unobserved."""
         return recomputed(self._observation, function, *args)
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The linears whose precision can change, in order of registration."""
-        return tuple(self._linears)
-
-    @property
-    def fixed_layers(self) -> tuple[str, ...]:
-        """The linears that stay in BF16 throughout, in order of registration."""
-        return tuple(self._fixed)
-
-    def precision(self) -> dict[str, Precision]:
-        """What each switchable linear computes in now."""
-        return {name: layer.current for name, layer in self._linears.items()}
-
-    def ordered(self) -> dict[str, Precision]:
-        """What each switchable linear was last ordered to compute in.
-
-        That is ``precision``, but for linears whose return to FP8 waits.
-        """
-        return self.precision() | dict.fromkeys(self._returns.waiting, "fp8")
-
-    def set_precision(self, precision: Mapping[str, Precision]) -> None:
-        """Change linears' precision at a step boundary; none of them if a name is unknown.
-
-        A linear that leaves FP8 forgets its amax history (what made it leave shall not set
-        its scales when it is back) and fills a new one from what it sees in BF16. It returns
-        once an applied step has done so: an order before that waits, until the
-        ``finish_step`` of such a step, and ``precision`` tells what is in force. When it
-        returns, its weight is measured as it is then, over the tensor ranks: a collective,
-        called with the same linears on all of them. Recipes without history have nothing to
-        warm.
-
-        Raises ValueError for unknown names, with the nearest one, and for names whose
-        precision is fixed.
-        """
-        refuse_unknown(precision, self.layers, self._fixed)
-        if not self.recipe.has_state:
-            self._assign(precision)
-            return
-        granted = {name: self._returns.ask(name, wanted) for name, wanted in precision.items()}
-        changed = [name for name in granted if granted[name] != self._linears[name].current]
-        self._assign(granted)
-        leaving = [name for name in changed if granted[name] == "bf16"]
-        returning = [name for name in changed if granted[name] == "fp8"]
-        if leaving:
-            self._packed().forget_history(self._rows(leaving))
-            self._returns.leave(leaving)
-            for name in leaving:
-                self._linears[name].take_seen()
-        if returning:
-            self._calibrate_weights(returning)
-
-    def _return_the_warmed(self, applied: bool) -> None:
-        seen = [name for name in self._returns.cold if self._linears[name].take_seen()]
-        ready = set(self._returns.step(seen)) if applied else set()
-        if ready:
-            returning = [name for name in self._linears if name in ready]
-            self._assign(dict.fromkeys(returning, "fp8"))
-            self._calibrate_weights(returning)
-
     def _assign(self, precision: Mapping[str, Precision]) -> None:
-        for name, wanted in precision.items():
-            self._linears[name].current = wanted
+        super()._assign(precision)
         self.forget_weights()
+
+    def _forget(self, names: Sequence[str]) -> None:
+        self._packed().forget_history(self._rows(names))
+
+    @torch.no_grad()
+    def _calibrate(self, names: Sequence[str]) -> None:
+        # Shards of a matrix share its scale; replicas hold the same weights anyway.
+        group = None if self.tensor is None else self.tensor.group
+        amax = amax_over_shards([self._linears[name].weight for name in names], group)
+        weights = self._rows(names)[ROLES.index("weight") :: len(ROLES)]
+        self._packed().make_room(weights, amax)
 
     def _rows(self, names: Sequence[str]) -> list[int]:
         """Rows of the packed state of linears' operands, ROLES after ROLES."""
         position = {name: i for i, name in enumerate(self._linears)}
         return [position[name] * len(ROLES) + i for name in names for i in range(len(ROLES))]
-
-    @torch.no_grad()
-    def _calibrate_weights(self, names: Sequence[str]) -> None:
-        state = self._packed()
-        amax = torch.stack([tensor_to_amax(self._linears[name].weight) for name in names])
-        if self.tensor is not None:
-            # Shards of a matrix share its scale; replicas hold the same weights anyway.
-            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=self.tensor.group)
-        state.make_room(self._rows(names)[ROLES.index("weight") :: len(ROLES)], amax)
 
     def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
         """Maximum of this step's amax over ``group``; once a step, after backward.

@@ -28,7 +28,7 @@ from parallel.precision import recipes, scaling
 from parallel.precision.choice import Workload, misfit
 from parallel.precision.operand_statistics import OperandStatistics
 from parallel.precision.recipes import ROLES
-from parallel.precision.switching import Returns, precision_of_state, refuse_unknown
+from parallel.precision.switching import SwitchableLinears, precision_of_state, refuse_unknown
 from parallel.precision.transformer_engine import (
     GRAD_OUTPUT,
     INPUT,
@@ -46,7 +46,7 @@ from parallel.precision.transformer_engine_state import DelayedStates
 from parallel.tensor import ShardKind, TensorGroup
 
 
-class TransformerEngineScope:
+class TransformerEngineScope(SwitchableLinears[LinearHandle]):
     """Creates this rank's linears in Transformer Engine and owns their precision and state."""
 
     def __init__(
@@ -74,9 +74,9 @@ class TransformerEngineScope:
         self._tensor = tensor
         self._engine = TransformerEngine(config, stage)
         self._delayed = config.recipe == "delayed"
-        self._returns = Returns(steps=2)
-        self._linears: dict[str, LinearHandle] = {}
-        self._fixed: list[str] = []
+        # Two steps: gradients of the linears before the first FP8 one reach the scales with
+        # the next step's update.
+        super().__init__(keeps_history=self._delayed, steps=2)
         self._states: DelayedStates | None = None
         self._observed: OperandStatistics | None = None
         self._in_step = False
@@ -247,76 +247,19 @@ class TransformerEngineScope:
             raise ValueError("recompute needs an argument that needs a gradient")
         return self._engine.checkpoint(self._forward.recomputed(function), *args)
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The linears whose precision can change, in order of registration."""
-        return tuple(self._linears)
-
-    @property
-    def fixed_layers(self) -> tuple[str, ...]:
-        """The linears that stay in BF16 throughout, in order of registration."""
-        return tuple(self._fixed)
-
-    def precision(self) -> dict[str, Precision]:
-        """What each switchable linear computes in now."""
-        return {name: handle.current for name, handle in self._linears.items()}
-
-    def ordered(self) -> dict[str, Precision]:
-        """What each switchable linear was last ordered to compute in.
-
-        That is ``precision``, but for linears whose return to FP8 waits.
-        """
-        return self.precision() | dict.fromkeys(self._returns.waiting, "fp8")
-
-    def set_precision(self, precision: Mapping[str, Precision]) -> None:
-        """Change linears' precision at a step boundary, see ``LayerScope``.
-
-        As in the native scope, a linear that leaves FP8 forgets its amax history and fills a
-        new one from what it sees in BF16, and one that returns has its weight measured as it
-        is then, over the tensor ranks: a collective. An order to return before applied steps
-        have made scales in BF16 waits for them: two, as gradients of the linears before the
-        first FP8 one reach the scales with the next step's update.
-        """
-        refuse_unknown(precision, self.layers, self.fixed_layers)
-        if not self._delayed:
-            self._assign(precision)
-            return
-        granted = {name: self._returns.ask(name, wanted) for name, wanted in precision.items()}
-        changed = [name for name in granted if granted[name] != self._linears[name].current]
-        self._assign(granted)
+    def _forget(self, names: Sequence[str]) -> None:
         self._laid_out()
         assert self._states is not None
-        leaving = [name for name in changed if granted[name] == "bf16"]
-        self._returns.leave(leaving)
-        for name in leaving:
+        for name in names:
             self._states.forget(self.layers.index(name))
-            self._linears[name].take_seen()
-        self._make_room([name for name in changed if granted[name] == "fp8"])
-
-    def _assign(self, precision: Mapping[str, Precision]) -> None:
-        for name, wanted in precision.items():
-            self._linears[name].current = wanted
-
-    def _make_room(self, returning: Sequence[str]) -> None:
-        if returning and self._states is not None:
-            self._states.make_room(
-                [self.layers.index(name) for name in returning], self._weight_amax(returning)
-            )
-
-    def _return_the_warmed(self, applied: bool) -> None:
-        seen = [name for name in self._returns.cold if self._linears[name].take_seen()]
-        ready = set(self._returns.step(seen)) if applied else set()
-        returning = [name for name in self._linears if name in ready]
-        self._assign(dict.fromkeys(returning, "fp8"))
-        self._make_room(returning)
 
     @torch.no_grad()
-    def _weight_amax(self, names: Sequence[str]) -> Tensor:
-        amax = torch.stack([scaling.tensor_to_amax(self._linears[name].weight) for name in names])
-        if self._tensor is not None:
-            # As integers: the order is the same, and a NaN reaches every rank.
-            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=self._tensor.group)
-        return amax
+    def _calibrate(self, names: Sequence[str]) -> None:
+        self._laid_out()
+        assert self._states is not None
+        group = None if self._tensor is None else self._tensor.group
+        amax = scaling.amax_over_shards([self._linears[name].weight for name in names], group)
+        self._states.make_room([self.layers.index(name) for name in names], amax)
 
     def reduce_amax(self, group: dist.ProcessGroup | None) -> None:
         """Nothing: Transformer Engine has reduced in every micro-batch already."""
