@@ -99,13 +99,13 @@ def submit(
     home: HomeOption = None,
 ) -> None:
     """Hand a job to the controller."""
+    from orchestrator.client import URL_VARIABLE
     from orchestrator.spec import load_spec, spec_data, spec_yaml
     from orchestrator.spec_backend import backend_of
 
-    # On a submission the controller looks at the data: it is there that they must be.
-    checked = load_spec(spec, check_data=dry_run)
+    # A controller elsewhere looks at the data itself: it is there that they must be.
+    checked = load_spec(spec, check_data=dry_run or URL_VARIABLE not in os.environ)
     if dry_run:
-        from orchestrator.client import URL_VARIABLE
         from orchestrator.spec_storage import check_storage
         from orchestrator.spec_trial import check_factory_model
 

@@ -160,11 +160,13 @@ def test_a_dry_run_needs_no_controller_and_prints_a_spec_that_reads_back(
 def test_a_bad_job_file_is_a_usage_error_with_every_problem(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = job_file(tmp_path, parallelism={"pipeline": 9}, precison="fp8")
+    missing = {"source": str(tmp_path / "nowhere")}
+    file = job_file(tmp_path, parallelism={"pipeline": 9}, precison="fp8", data=missing)
     assert call([*command, file]) == 2
     told = capsys.readouterr().err
     assert f"{file}:" in told and "parallelism.pipeline: 9" in told and "'precision'" in told
-    assert "3 problems" in told
+    assert "data.source" in told and "does not exist" in told
+    assert "4 problems" in told
     assert "Traceback" not in told
 
 
