@@ -8,25 +8,30 @@ layers against stages) is checked in ``orchestrator.spec``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from parallel.fp8_fields_elsewhere import (
+    FIELDS_NOT_OFFERED,
+    KEY_ALIASES,
+    RECIPE_ALIASES,
+    RECIPES_NOT_OFFERED,
+)
 
 Precision = Literal["fp8", "bf16"]
 """What a linear layer computes in."""
-
-RECIPE_ALIASES = {
-    "tensorwise": "current",
-    "blockwise": "block",
-    "DelayedScaling": "delayed",
-    "Float8CurrentScaling": "current",
-    "Float8BlockScaling": "block",
-    "MXFP8BlockScaling": "mxfp8",
-}
-"""Recipe words of Megatron and ms-swift, Transformer Engine's classes, and ours."""
-FP8_KEY_ALIASES = {"fp8_recipe": "recipe", "fp8_format": "format"}
-"""Keys of Megatron, ms-swift and accelerate, and ours."""
 
 
 class _Section(BaseModel):
@@ -149,21 +154,42 @@ class FP8Config(_Section):
     backend: Literal["auto", "native", "transformer_engine"] = "auto"
     high_precision_layers: HighPrecisionLayers = HighPrecisionLayers()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _key_aliases(cls, values: object) -> object:
+    def _words_of_others(
+        cls, values: object, build: ModelWrapValidatorHandler[FP8Config]
+    ) -> FP8Config:
+        """Other systems' keys: taken by our name, or told with everything else that is wrong."""
         if not isinstance(values, Mapping):
-            return values
-        # A key given under both names stays, and is refused as one that isn't known.
-        return {
-            FP8_KEY_ALIASES.get(key, key) if FP8_KEY_ALIASES.get(key) not in values else key: value
-            for key, value in values.items()
-        }
+            return build(values)
+        told: dict[str, str] = {}
+        ours: dict[str, object] = {}
+        given: dict[str, str] = {}
+        for key, value in values.items():
+            key = str(key)
+            name = KEY_ALIASES.get(key, key)
+            if key in FIELDS_NOT_OFFERED:
+                told[key] = FIELDS_NOT_OFFERED[key]
+            elif name != key and (name in values or name in ours):
+                told[key] = f"is another name of {given.get(name, name)}, given too; leave one out"
+            else:
+                ours[name], given[name] = value, key
+        try:
+            built = build(ours)
+        except ValidationError as error:
+            raise _retold(error.errors(include_url=False), given, told, values) from None
+        if told:
+            raise _retold((), given, told, values)
+        return built
 
     @field_validator("recipe", mode="before")
     @classmethod
     def _recipe_alias(cls, value: object) -> object:
-        return RECIPE_ALIASES.get(value, value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        if value in RECIPES_NOT_OFFERED:
+            raise ValueError(RECIPES_NOT_OFFERED[value])
+        return RECIPE_ALIASES.get(value, value)
 
     @field_validator("format", mode="before")
     @classmethod
@@ -205,6 +231,33 @@ class FP8Config(_Section):
                 "leave it out"
             )
         return None
+
+
+def _retold(
+    errors: Iterable[ErrorDetails],
+    given: Mapping[str, str],
+    told: Mapping[str, str],
+    values: Mapping[str, object],
+) -> ValidationError:
+    """``errors`` at the keys that were ``given``, and beside them what is ``told`` of keys."""
+    found = []
+    for error in errors:
+        first, *rest = error["loc"] or ("",)
+        location = (given.get(str(first), first), *rest) if error["loc"] else ()
+        context, kind = error.get("ctx", {}), error["type"]
+        if "error" in context:  # of a validator of ours
+            found.append(_said(str(context["error"]), location, error["input"]))
+        else:
+            found.append(
+                InitErrorDetails(type=kind, loc=location, input=error["input"], ctx=context)
+            )
+    found += [_said(message, (key,), values[key]) for key, message in told.items()]
+    return ValidationError.from_exception_data("FP8Config", found)
+
+
+def _said(message: str, location: tuple[int | str, ...], value: object) -> InitErrorDetails:
+    kind = PydanticCustomError("value_error", "{told}", {"told": message})
+    return InitErrorDetails(type=kind, loc=location, input=value)
 
 
 ExchangeDtype = Literal["fp8", "bf16", "fp32"]

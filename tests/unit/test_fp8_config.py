@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from orchestrator.spec import JobSpec
 from parallel.config import RECIPE_FIELDS, FP8Config
+from parallel.fp8_fields_elsewhere import (
+    FIELDS_NOT_OFFERED,
+    KEY_ALIASES,
+    RECIPE_ALIASES,
+    RECIPES_NOT_OFFERED,
+)
 from parallel.precision import recipes
+
+SIGNATURES = Path(__file__).with_name("data") / "transformer_engine-2.20.2.json"
+"""Names and defaults of the real package, as recorded."""
 
 RECIPES = tuple(RECIPE_FIELDS)
 OTHER_VALUES = {
@@ -129,6 +143,56 @@ def test_keys_and_words_of_other_trainers_are_taken() -> None:
     assert (theirs.recipe, theirs.format) == ("block", "HYBRID")
 
 
-def test_one_setting_under_two_names_is_refused() -> None:
-    with pytest.raises(ValidationError, match="fp8_format"):
-        FP8Config.model_validate({"fp8_format": "E4M3", "format": "HYBRID"})
+@pytest.mark.parametrize(
+    ("section", "loc", "other"),
+    [
+        ({"fp8_format": "E4M3", "format": "HYBRID"}, "fp8_format", "format"),
+        ({"recipe_name": "block", "fp8_recipe": "block"}, "fp8_recipe", "recipe_name"),
+    ],
+)
+def test_one_setting_under_two_names_is_refused(section, loc, other) -> None:
+    assert told(section) == {loc: f"is another name of {other}, given too; leave one out"}
+
+
+def told(section: dict[str, object]) -> dict[str, str]:
+    """What is wrong with a section, by the key that it is told of."""
+    with pytest.raises(ValidationError) as caught:
+        FP8Config.model_validate(section)
+    return {".".join(map(str, e["loc"])): e["msg"] for e in caught.value.errors()}
+
+
+ELSEWHERE_IN_A_JOB = {"communication_data_type"}
+RECIPE_CLASSES = json.loads(SIGNATURES.read_text())["recipes"]
+
+
+class TestSettingsOfOthers:
+    @pytest.mark.parametrize("of", RECIPE_CLASSES)
+    def test_every_field_of_transformer_engines_recipes_is_offered_or_told(self, of):
+        offered = {*FP8Config.model_fields, *KEY_ALIASES}
+        unheard = set(RECIPE_CLASSES[of]) - offered - set(FIELDS_NOT_OFFERED)
+        assert unheard == set()
+        assert of in RECIPE_ALIASES or of in RECIPES_NOT_OFFERED
+
+    @pytest.mark.parametrize("key", FIELDS_NOT_OFFERED)
+    def test_one_that_is_not_offered_is_told_at_its_key_with_what_to_do(self, key):
+        message = told({key: None})[key]
+        named = set(re.findall(r"\b[a-z0-9]+(?:_[a-z0-9]+)+\b", message))
+        assert named <= {*FP8Config.model_fields, *ELSEWHERE_IN_A_JOB, "most_recent"}
+        assert "leave it out" in message or named
+
+    @pytest.mark.parametrize("word", RECIPES_NOT_OFFERED)
+    def test_a_recipe_that_is_not_offered_is_told_with_the_nearest(self, word):
+        assert told({"recipe": word}) == {"recipe": RECIPES_NOT_OFFERED[word]}
+
+    def test_what_is_told_comes_with_everything_else_that_is_wrong(self):
+        found = told({"fp8_recipe": "delyed", "fp8_dpa": False, "sqnr": "maybe", "histroy": 3})
+        assert set(found) == {"fp8_recipe", "fp8_dpa", "sqnr", "histroy"}
+        assert "'delayed', 'current'" in found["fp8_recipe"]
+
+    def test_a_key_that_messages_send_to_exists(self):
+        assert set(JobSpec.model_fields) >= ELSEWHERE_IN_A_JOB
+
+    def test_no_key_of_the_section_is_among_those_not_offered(self):
+        ours = set(FP8Config.model_fields)
+        assert not ours & {*FIELDS_NOT_OFFERED, *KEY_ALIASES}
+        assert set(KEY_ALIASES.values()) <= ours
