@@ -248,8 +248,11 @@ def test_nothing_contradicts_a_field_that_is_wrong_itself() -> None:
 def test_recipe_words_of_other_packages_are_taken_or_refused_with_a_choice() -> None:
     data = spec_with(fp8={"recipe": "tensorwise"})
     assert spec_of(Source("f", data, {}), check_data=False).fp8.recipe == "current"
-    found = problems_of(spec_with(fp8={"recipe": "nvfp4"}))
+    found = problems_of(spec_with(fp8={"recipe": "rows"}))
     assert "block, current, delayed, mxfp8" in found["fp8.recipe"].remedy
+    found = problems_of(spec_with(fp8={"fp8_recipe": "nvfp4", "fp8_dpa": False}))
+    assert "recipe: mxfp8" in found["fp8.fp8_recipe"].message
+    assert "stay in high precision" in found["fp8.fp8_dpa"].message
 
 
 def test_deepspeed_keys_that_repeat_the_spec_are_let_pass() -> None:
