@@ -6,7 +6,7 @@
     GET  /v1/jobs/{job}           one, with its spec and attempts
     GET  /v1/jobs/{job}/events    ?after=&wait=
     GET  /v1/jobs/{job}/steps     ?after=&wait=&tensors=
-    GET  /v1/jobs/{job}/records   incidents and actions
+    GET  /v1/jobs/{job}/records   incidents, actions, what supervisors knew beside a step
     GET  /v1/jobs/{job}/logs      ?rank=&attempt=&offset=&wait=
     POST /v1/jobs/{job}/cancel    {reason}
     POST /v1/jobs/{job}/resume    {reason}
@@ -238,6 +238,7 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
         return {
             "incidents": [i.to_json() for i in store.incidents(row.id)],
             "actions": [a.to_json() for a in store.actions(row.id)],
+            "contexts": [c.to_json() for c in store.contexts(row.id)],
         }
 
     @app.get("/v1/jobs/{job}/logs")

@@ -10,7 +10,7 @@ from orchestrator.actions import Action
 from orchestrator.attempt import step_timeout_s
 from orchestrator.job_facts import JobFacts
 from orchestrator.lost_ranks import hung
-from orchestrator.protocol import ResumeState
+from orchestrator.protocol import ResumeState, StepContext
 from orchestrator.record_merger import RecordMerger
 from orchestrator.snapshot_book import SnapshotBook
 
@@ -44,6 +44,10 @@ class AttemptState:
         self.facts.record(record)
         self.step_times.append(record.step_time_s)
         self._progress = now
+
+    def context(self, record: StepRecord, decides: bool) -> StepContext:
+        """What is known beside ``record``; asked once a record, before anything is decided."""
+        return StepContext(record.attempt, record.timeline, record.step, self.book.news(), decides)
 
     def command(self, order: Order) -> Command:
         """The order with its number."""

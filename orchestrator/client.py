@@ -141,7 +141,7 @@ class Client:
         return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors)
 
     def records(self, job: str) -> dict[str, Any]:
-        """``{incidents, actions}``."""
+        """``{incidents, actions, contexts}``."""
         return self._get(_path(job, "records"))
 
     def logs(

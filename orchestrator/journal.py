@@ -21,7 +21,7 @@ from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.notices import Notice, backend_chosen, backend_detail, decided, seen
 from orchestrator.outbox import Outbox, Told
-from orchestrator.protocol import EventDraft, JobHistory, ResumeState
+from orchestrator.protocol import EventDraft, JobHistory, ResumeState, StepContext
 from orchestrator.spec_backend import backend_of
 from parallel.precision.choice import BackendChoice
 
@@ -75,9 +75,16 @@ class Journal:
         """Why the controller no longer listens to this attempt; None while it does."""
         return self._outbox.refused
 
-    def recorded(self, record: StepRecord, detector_state: Mapping[str, Any] | None = None) -> None:
+    def recorded(
+        self,
+        record: StepRecord,
+        detector_state: Mapping[str, Any] | None = None,
+        context: StepContext | None = None,
+    ) -> None:
         """A step is complete."""
-        self._outbox.tell(Told(step=record.to_json(), detector_state=detector_state))
+        kept = None if context is None or context.usual else context
+        told = Told(step=record.to_json(), context=kept, detector_state=detector_state)
+        self._outbox.tell(told)
         self._whole.append(record)
         if len(self._whole) > WHOLE_RECORDS:
             self._light.append(replace(self._whole.popleft(), tensors={}))

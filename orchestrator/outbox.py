@@ -18,7 +18,13 @@ from typing import Any
 
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.protocol import ControllerPort, EventDraft, FencedError, SupervisorBatch
+from orchestrator.protocol import (
+    ControllerPort,
+    EventDraft,
+    FencedError,
+    StepContext,
+    SupervisorBatch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,7 @@ class Told:
 
     event: EventDraft | None = None
     step: Mapping[str, Any] | None = None
+    context: StepContext | None = None
     incident: Mapping[str, Any] | None = None
     action: Action | None = None
     transition: tuple[JobState, Cause] | None = None
@@ -160,6 +167,7 @@ def batch_of(sequence: int, told: list[Told]) -> SupervisorBatch:
         sequence=sequence,
         events=tuple(t.event for t in told if t.event is not None),
         steps=tuple(t.step for t in told if t.step is not None),
+        contexts=tuple(t.context for t in told if t.context is not None),
         incidents=tuple(t.incident for t in told if t.incident is not None),
         actions=tuple(t.action for t in told if t.action is not None),
         transition=transitions[-1] if transitions else None,

@@ -8,7 +8,7 @@ refused, so that no two attempts write.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from orchestrator.lifecycle import Cause, JobState
@@ -58,6 +58,31 @@ class EventDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a supervisor knew at a step beside its record: with it a replay decides the same."""
+
+    attempt: int
+    timeline: int
+    step: int
+    held: tuple[int, ...] = ()
+    """Snapshots that all ranks have since the step before, in the order in which they came."""
+    decides: bool = True
+    """False: the ranks were told to stop, so nothing was decided any more."""
+
+    @property
+    def usual(self) -> bool:
+        """Whether it says nothing that needs to be stored."""
+        return self.decides and not self.held
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "held": list(self.held)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> StepContext:
+        return cls(**{**row, "held": tuple(row["held"])})
+
+
+@dataclass(frozen=True, slots=True)
 class SupervisorBatch:
     """What a supervisor has to tell, stored in one transaction or not at all."""
 
@@ -73,6 +98,8 @@ class SupervisorBatch:
     """The job's new state, checked against the lifecycle table."""
     detector_state: Mapping[str, Any] | None = None
     """State of the detectors after the last of ``steps``."""
+    contexts: tuple[StepContext, ...] = ()
+    """Of those of ``steps`` where there was something to tell."""
 
 
 @dataclass(frozen=True, slots=True)

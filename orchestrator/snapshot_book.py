@@ -21,6 +21,7 @@ class SnapshotBook:
         self._world_size = world_size
         self._ranks: dict[tuple[int, int], set[int]] = {}
         self._held: dict[int, Restorable] = {}
+        self._news: list[int] = []
         self._healthy_since = 0
         self._newest = -1
 
@@ -34,10 +35,16 @@ class SnapshotBook:
         if len(ranks) == self._world_size:
             del self._ranks[key]
             self._held[report.step] = Restorable(report.step, report.timeline, False)
+            self._news.append(report.step)
             # The oldest copy of a full ring may be overwritten while its report is under way.
             for old in sorted(self._held)[: -max(2, self._config.keep - 1)]:
                 del self._held[old]
             self._certify()
+
+    def news(self) -> tuple[int, ...]:
+        """Steps whose copies have become complete since this was last asked, in that order."""
+        told, self._news = tuple(self._news), []
+        return told
 
     def healthy(self, step: int) -> None:
         """``step`` was recorded without an incident."""
@@ -53,6 +60,7 @@ class SnapshotBook:
         """The ranks drop what is newer than ``to_step``."""
         self._held = {step: held for step, held in self._held.items() if step <= to_step}
         self._ranks.clear()
+        self._news = [step for step in self._news if step <= to_step]
         self._healthy_since = to_step
         self._newest = to_step - 1
 

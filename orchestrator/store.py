@@ -28,6 +28,7 @@ from orchestrator.protocol import (
     JobHistory,
     NodeSlot,
     ResumeState,
+    StepContext,
     SupervisorBatch,
 )
 from orchestrator.resume import fired_drills, standing
@@ -45,7 +46,16 @@ from orchestrator.store_rows import (
     stored_job,
     transition_refusal,
 )
-from orchestrator.store_tables import actions, attempts, events, incidents, jobs, metadata, steps
+from orchestrator.store_tables import (
+    actions,
+    attempts,
+    contexts,
+    events,
+    incidents,
+    jobs,
+    metadata,
+    steps,
+)
 
 
 class Store:
@@ -172,7 +182,9 @@ class Store:
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(attempt=number))
             # Why in full is in the action's event, where a restart has one.
             told = f"attempt {number}: {reason.partition(': ')[0].rstrip('.')}"
-            draft = EventDraft("attempt", time, told, {"attempt": number})
+            # A new supervisor takes the detectors' state from here, the same one goes on with its.
+            detail = {"attempt": number, "new_supervisor": after is None}
+            draft = EventDraft("attempt", time, told, detail)
             add_event(db, job, number, draft)
         return self.resume_state(job)
 
@@ -286,6 +298,21 @@ class Store:
         with self._read() as db:
             rows = db.execute(page_of(actions, job, 0, None)).mappings()
             return [Action.from_json(json.loads(row["body"])) for row in rows]
+
+    def contexts(self, job: str) -> list[StepContext]:
+        """What supervisors knew beside step records, where it was unusual; oldest first."""
+        with self._read() as db:
+            rows = db.execute(page_of(contexts, job, 0, None)).mappings()
+            return [
+                StepContext(
+                    attempt=row["attempt"],
+                    timeline=row["timeline"],
+                    step=row["step"],
+                    held=tuple(int(n) for n in row["held"].split(",") if n),
+                    decides=bool(row["decides"]),
+                )
+                for row in rows
+            ]
 
     def history(self, job: str) -> JobHistory:
         """All of a job's past but its per-tensor statistics."""

@@ -17,7 +17,7 @@ from sqlalchemy.engine import Connection, RowMapping
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.protocol import EventDraft, NodeSlot, SupervisorBatch
 from orchestrator.spec import JobSpec
-from orchestrator.store_tables import actions, attempts, events, incidents, jobs, steps
+from orchestrator.store_tables import actions, attempts, contexts, events, incidents, jobs, steps
 
 
 class UnknownJobError(KeyError):
@@ -172,6 +172,19 @@ def store_batch(
             for s in batch.steps
         ]
         db.execute(sa.insert(steps), rows)
+    if batch.contexts:
+        known = [
+            {
+                "job": job,
+                "attempt": c.attempt,
+                "timeline": c.timeline,
+                "step": c.step,
+                "held": ",".join(map(str, c.held)),
+                "decides": int(c.decides),
+            }
+            for c in batch.contexts
+        ]
+        db.execute(sa.insert(contexts), known)
     for table, records in (
         (incidents, [dict(i) for i in batch.incidents]),
         (actions, [a.to_json() for a in batch.actions]),

@@ -1,4 +1,9 @@
-"""The store's tables. Bodies are JSON texts; what is searched or ordered by has a column."""
+"""The store's tables. Bodies are JSON texts; what is searched or ordered by has a column.
+
+Size: a step's body is some 300 bytes and 60 to 80 a tensor, whole for as long as the job is
+kept, so that its detectors can be replayed. ``contexts`` adds a row of some 50 bytes where a
+snapshot came to be held by all ranks, 5 bytes a step with one every ten.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +94,14 @@ actions = _records(
     Column("step", Integer, nullable=False),
     Column("kind", String(64), nullable=False),
     Column("body", Text, nullable=False),
+)
+
+contexts = _records(
+    "contexts",
+    Column("timeline", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("held", Text, nullable=False, default=""),
+    Column("decides", Integer, nullable=False, default=1),
 )
 
 steps = _records(

@@ -219,7 +219,8 @@ class Supervision:
         attempt.record(record, now)
         incidents = self._bank.observe(record)
         due = record.step % self._spec.snapshots.every == 0
-        self._journal.recorded(record, self._bank.state_dict() if due else None)
+        context = attempt.context(record, decides=self.phase is Phase.TRAINING)
+        self._journal.recorded(record, self._bank.state_dict() if due else None, context)
         self._followed(record, first, now)
         if incidents:
             attempt.book.unhealthy(record.step)
