@@ -13,6 +13,7 @@ BENCHMARKS = (
     "bench_fp8_linear",
     "bench_exchange",
     "bench_exchange_error",
+    "bench_curves",
     "bench_parity",
 )
 

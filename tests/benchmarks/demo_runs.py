@@ -1,0 +1,96 @@
+"""The demo's model, batches and schedule without its drill, for benchmarks that compare losses.
+
+``demo_run`` is the demo's spec with other numerics on other ranks; ``losses`` a rank's body that
+trains it. Promises: runs of one seed start from the same weights and see the same batches, so
+that numerics alone differ, and a run's losses are the same each time. ``Rows`` keeps what has
+ended in a file, so that hours of runs may be begun, ended and gone on with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from orchestrator.spec import JobSpec, load_spec
+
+DEMO = Path(__file__).parents[2] / "deploy/jobs/demo.yaml"
+MICRO_BATCH = 16
+"""Sequences at once: as many as keep one core busy, which changes no sum but its order."""
+
+
+def demo_run(seed: int, steps: int, *, replicas: int = 1, **sections: object) -> JobSpec:
+    """The demo on ``replicas`` data-parallel ranks and nothing else, ``sections`` replaced."""
+    demo = load_spec(DEMO)
+    training = demo.training
+    assert training.train_batch_size is not None
+    count, rest = divmod(training.train_batch_size, MICRO_BATCH * replicas)
+    if rest:
+        raise ValueError(f"{replicas} replicas don't share {training.train_batch_size} sequences")
+    numbers = {
+        "steps": steps,
+        "seed": seed,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": count,
+    }
+    parallelism = demo.parallelism.model_copy(update={"pipeline": 1, "data": replicas})
+    return demo.model_copy(
+        update={
+            "parallelism": parallelism,
+            "training": training.model_copy(update=numbers),
+            "drills": (),
+            **sections,
+        }
+    )
+
+
+def losses(rank: int, world_size: int, run: JobSpec) -> list[float]:
+    """The loss of each step, the mean over the replicas; for ``run_ranks``."""
+    from launch.data import TokenStream, batch_of
+    from launch.engine import engine_of
+    from launch.schedule import lr_at
+    from parallel.engine import MicroBatch
+
+    training = run.training
+    micro, count = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
+    assert micro is not None and count is not None
+    engine = engine_of(run)
+    stream = TokenStream(run.data, training.seq_len)
+
+    def batches(step: int) -> Iterator[MicroBatch]:
+        batch = batch_of(step, frozenset())
+        return stream.micro_batches(batch, engine.coordinate.data, world_size, micro, count)
+
+    return [
+        float(engine.train_step(batches(step), lr_at(step, training, 1.0)).loss)
+        for step in range(training.steps)
+    ]
+
+
+class Rows:
+    """What finished runs came to, by name; in a file where one is given."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Raises ValueError for a file that holds anything else."""
+        self._file = file
+        self._rows: dict[str, Any] = {}
+        if file and file.exists():
+            self._rows = json.loads(file.read_text())
+            if not isinstance(self._rows, dict):
+                raise ValueError(f"{file} holds no rows: give another file, or remove it")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
+    def __getitem__(self, name: str) -> Any:
+        return self._rows[name]
+
+    def add(self, name: str, told: Any) -> None:
+        """Keep it, in the file too before this returns."""
+        self._rows[name] = told
+        if self._file:
+            # By a rename: whoever ends the benchmark meanwhile loses no row.
+            written = self._file.with_suffix(".part")
+            written.write_text(json.dumps(self._rows, indent=1))
+            written.replace(self._file)
