@@ -1,6 +1,6 @@
 """Per-tensor FP8 statistics: how ranks pack them, how they are merged, how much room is left.
 
-A rank sends one float32 array [tensors, 8] a step, rows named ``"{layer}/{role}"`` and
+A rank sends one float32 array [tensors, 9] a step, rows named ``"{layer}/{role}"`` and
 columns as in ``COLUMNS``; this module is the only place that knows that layout outside
 the rank. Scale is the multiplier before the cast (fp8 value = x * scale), as everywhere.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +22,13 @@ from monitoring.records import TensorStats
 
 COLUMNS = (
     *("amax", "scale", "saturated", "underflowed", "nonfinite", "count"),
-    *("signal", "noise"),
+    *("signal", "noise", "uncalibrated"),
 )
 """Largest magnitude; multiplier (of several blocks, the one of that magnitude); values clamped,
 values lost to zero (-0 too), non-finite values, values; and, where the spec asks for SQNR, the
-energies of the values and of what quantization took from them. NaN is not measured."""
+energies of the values and of what quantization took from them; last, 1 where some step was cast
+without a scale made from data (a delayed scale before its first update is 1), else 0. NaN is not
+measured."""
 
 FORMAT_MAX: Mapping[str, Mapping[str, float]] = {
     "HYBRID": {"input": 448.0, "weight": 448.0, "grad_output": 57344.0},
@@ -33,7 +36,32 @@ FORMAT_MAX: Mapping[str, Mapping[str, float]] = {
 }
 """Largest finite value of an operand's FP8 format, by the recipe's ``format`` and the role."""
 
-_AMAX, _SCALE, _SATURATED, _UNDERFLOWED, _NONFINITE, _COUNT, _SIGNAL, _NOISE = range(len(COLUMNS))
+
+@dataclass(frozen=True, slots=True)
+class TensorScaling:
+    """What one must know of a job's FP8 recipe to judge its scales; as in its ``fp8`` section."""
+
+    recipe: str = "delayed"
+    fp8_format: str = "HYBRID"
+    margin: int = 0
+    """Octaves that delayed scales leave free."""
+    history: int = 1024
+    """Updates that an amax counts for in a delayed scale."""
+
+    @property
+    def has_history(self) -> bool:
+        """Whether scales are made from earlier steps' amax."""
+        return self.recipe == "delayed"
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether one value sets the scale of its whole tensor; in blocks it sets a block's."""
+        return self.recipe in ("delayed", "current")
+
+
+_AMAX, _SCALE, _SATURATED, _UNDERFLOWED, _NONFINITE, _COUNT, _SIGNAL, _NOISE, _UNCALIBRATED = range(
+    len(COLUMNS)
+)
 
 
 class ScaleMismatchError(ValueError):
@@ -57,12 +85,12 @@ class ScaleMismatchError(ValueError):
 
 
 def encode(stats: npt.NDArray[np.float32]) -> bytes:
-    """The bytes of ``RankReport.stats``: float32 [tensors, 8], row after row, little-endian."""
+    """The bytes of ``RankReport.stats``: float32 [tensors, 9], row after row, little-endian."""
     return np.ascontiguousarray(stats, dtype="<f4").tobytes()
 
 
 def decode(stats: bytes, names: Sequence[str]) -> npt.NDArray[np.float32]:
-    """float32 [tensors, 8] of one rank; ValueError when the bytes don't fit the names."""
+    """float32 [tensors, 9] of one rank; ValueError when the bytes don't fit the names."""
     wanted = len(names) * len(COLUMNS) * 4
     if len(stats) != wanted:
         raise ValueError(
@@ -82,7 +110,8 @@ def merge(
 
     ``same_scale``: the recipe shares one scale over the ranks (delayed does), so that a
     difference raises ``ScaleMismatchError``. Otherwise the smallest scale is taken, the one that
-    belongs to the largest amax. Percentages are of all values counted; 0 of none is 0.
+    belongs to the largest amax. Percentages are of all values counted; 0 of none is 0. A tensor is
+    calibrated where it is on every rank.
     """
     index: dict[str, int] = {}
     rows: list[tuple[list[int], npt.NDArray[np.float32]]] = []
@@ -110,7 +139,8 @@ def merge(
         total[:, _UNDERFLOWED] * share,
         np.nan_to_num(total[:, _NONFINITE]).astype(np.int64),
     )
-    values = zip(*(column.tolist() for column in columns), _sqnr_db(total), strict=True)
+    calibrated = (total[:, _UNCALIBRATED] == 0).tolist()
+    values = zip(*(column.tolist() for column in columns), _sqnr_db(total), calibrated, strict=True)
     return {name: TensorStats(*row) for name, row in zip(index, values, strict=True)}
 
 
@@ -146,11 +176,6 @@ def headroom_octaves(name: str, stats: TensorStats, fp8_format: str = "HYBRID") 
     return math.log2(limit / largest)
 
 
-def is_calibrated(stats: TensorStats) -> bool:
-    """Whether the scale was made from data: a delayed scale starts as exactly 1."""
-    return stats.scale != 1.0
-
-
 def worst_by_headroom(
     tensors: Mapping[str, TensorStats],
     count: int,
@@ -166,6 +191,6 @@ def worst_by_headroom(
     rated = (
         (headroom_octaves(name, stats, fp8_format), name)
         for name, stats in tensors.items()
-        if is_calibrated(stats) and split_name(name)[0] not in left_out
+        if stats.calibrated and split_name(name)[0] not in left_out
     )
     return [(name, room) for room, name in heapq.nsmallest(count, rated)]

@@ -22,9 +22,15 @@ Role = Literal["input", "weight", "grad_output"]
 IncidentKind = Literal[
     "nonfinite",
     "loss_spike",
+    "slow_divergence",
     "grad_norm_spike",
     "amax_saturation",
+    "amax_surge",
+    "projected_overflow",
+    "underflow",
+    "frozen_scale",
     "exchange_error",
+    "replica_disagreement",
     "rank_died",
     "rank_hung",
     "supervisor_lost",
@@ -57,16 +63,24 @@ class TensorStats:
     sqnr_db: float | None = None
     """Signal to quantization-noise ratio in decibels, inf where rounding took nothing; None
     where the spec doesn't ask for it, or nothing was quantized."""
+    calibrated: bool = True
+    """Whether the scale was made from data: a delayed scale before its first update is 1, as
+    others may be that fit."""
 
     def to_json(self) -> list[float | str]:
         row = [self.amax, self.scale, self.saturated_pct, self.underflow_pct, self.nonfinite]
-        measured = row if self.sqnr_db is None else [*row, self.sqnr_db]
-        return [encode_float(float(v)) for v in measured]
+        if self.sqnr_db is not None or not self.calibrated:
+            row.append(math.nan if self.sqnr_db is None else self.sqnr_db)
+        if not self.calibrated:
+            row.append(0)
+        return [encode_float(float(v)) for v in row]
 
     @classmethod
     def from_json(cls, row: list[float | str]) -> TensorStats:
-        amax, scale, saturated, underflow, nonfinite, *sqnr_db = (float(v) for v in row)
-        return cls(amax, scale, saturated, underflow, int(nonfinite), *sqnr_db)
+        amax, scale, saturated, underflow, nonfinite, *rest = (float(v) for v in row)
+        sqnr_db = rest[0] if rest and not math.isnan(rest[0]) else None
+        calibrated = len(rest) < 2
+        return cls(amax, scale, saturated, underflow, int(nonfinite), sqnr_db, calibrated)
 
 
 @dataclass(frozen=True, slots=True)

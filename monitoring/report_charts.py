@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from monitoring.amax import headroom_octaves, is_calibrated, split_name
+from monitoring.amax import headroom_octaves, split_name
 from monitoring.charts import (
     HATCH,
     Frame,
@@ -204,7 +204,7 @@ def _paint(
     for name, stats in record.tensors.items():
         layer = split_name(name)[0]
         row = cells.setdefault(layer, {})
-        if layer in away or not is_calibrated(stats):
+        if layer in away or not stats.calibrated:
             continue
         room = headroom_octaves(name, stats, fp8_format)
         colour = cell_colour(stats.saturated_pct, room)

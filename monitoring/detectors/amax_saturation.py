@@ -7,7 +7,7 @@ largest of recent healthy steps (a maximum that leaks an octave a ``window``). S
 layers, the one that moved first in front; among equals a forward operand (input, weight)
 before a gradient, which only follows it, then the larger surge.
 
-Must not fire on: a tensor whose delayed scale has seen no data yet (scale 1), a layer
+Must not fire on: a tensor whose delayed scale has seen no data yet, a layer
 that computes in BF16, a handful of clamped values above an old maximum. In a settling
 window only heavy saturation counts (``HEAVY`` times the limit).
 
@@ -90,7 +90,7 @@ class AmaxSaturation(Detector[SaturationState]):
             state = _renamed(state, names)
         stats = list(record.tensors.values())
         amax = np.array(list(map(attrgetter("amax"), stats)), dtype=np.float64)
-        scale = np.array(list(map(attrgetter("scale"), stats)), dtype=np.float64)
+        calibrated = np.array(list(map(attrgetter("calibrated"), stats)), dtype=bool)
         pct = np.array(list(map(attrgetter("saturated_pct"), stats)), dtype=np.float64)
 
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -98,9 +98,7 @@ class AmaxSaturation(Detector[SaturationState]):
         surge = np.where(np.isnan(octaves), np.inf, octaves) - state.reference
         surge = np.where(np.isnan(surge), 0.0, surge)
         clamped = pct >= self.config.saturation_pct
-        clamped &= (
-            state.calibrated & (scale != 1.0) & ~_in_bf16(names, record.high_precision_layers)
-        )
+        clamped &= state.calibrated & calibrated & ~_in_bf16(names, record.high_precision_layers)
         moved = clamped | (surge >= MOVED_OCTAVES)
         since = np.where(
             moved, np.where(state.moved_since == _NEVER, record.step, state.moved_since), _NEVER
@@ -109,7 +107,7 @@ class AmaxSaturation(Detector[SaturationState]):
         following = SaturationState(
             names=names,
             reference=self._reference(state, octaves, moved, clamped, since, record.step),
-            calibrated=state.calibrated | (scale != 1.0),
+            calibrated=state.calibrated | calibrated,
             run=run,
             moved_since=since,
         )

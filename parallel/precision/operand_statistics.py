@@ -24,6 +24,8 @@ class OperandStatistics:
         tensors = linears * len(ROLES)
         self.amax = torch.zeros(tensors, dtype=torch.float32, device=device)
         self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
+        self.calibrated = torch.ones(tensors, dtype=torch.bool, device=device)
+        """Whether ``scale`` was made from data."""
         self.counters = torch.zeros(tensors, 4, dtype=torch.int64, device=device)
         self.seen = False
         """Whether anything was observed since the last ``take``."""
@@ -52,6 +54,7 @@ class OperandStatistics:
         column = STATISTICS_COLUMNS.index
         report[:, column("amax")] = self.amax
         report[:, column("scale")] = self.scale
+        report[:, column("uncalibrated")] = (~self.calibrated).float()
         report[:, column("saturated") : column("count") + 1] = self.counters
         uncounted = self.counters[:, 3] == 0
         for name in ("saturated", "underflowed"):

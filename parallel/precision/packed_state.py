@@ -20,11 +20,12 @@ from parallel.precision.quantizers import COUNTERS, ENERGIES, StateRow
 from parallel.precision.recipes import ROLES
 from parallel.precision.registry import QUANTIZERS
 
-STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS, *ENERGIES)
-"""Columns of a report of statistics."""
+STATISTICS_COLUMNS = ("amax", "scale", *COUNTERS, *ENERGIES, "uncalibrated")
+"""Columns of a report of statistics; the last is 1 where a step was cast without a scale made from
+data, else 0."""
 
 
-_TENSORS = ("history", "scale", "counters", "energies", "report")
+_TENSORS = ("history", "scale", "calibrated", "counters", "energies", "report")
 
 
 class PackedState:
@@ -49,6 +50,8 @@ class PackedState:
         # Row 0 is where this step's amax gathers, as in Transformer Engine.
         self.amax = self.history[0]
         self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
+        # Whether the scale was made from data: a 1 may be, or may be what it starts from.
+        self.calibrated = torch.full_like(self.scale, not recipe.has_state, dtype=torch.bool)
         self.fp8_max = torch.tensor(
             [format.max for _, format in operands], dtype=torch.float32, device=device
         )
@@ -94,6 +97,7 @@ class PackedState:
     def make_room(self, rows: Sequence[int], amax: Tensor) -> None:
         """Scales of ``rows`` such that values up to ``amax``, float32 [rows], don't saturate."""
         at = torch.tensor(rows, dtype=torch.int64, device=self.scale.device)
+        self.calibrated[at] |= torch.isfinite(amax) & (amax > 0)
         self.scale[at] = scaling.scale_with_room(
             self.scale[at],
             amax,
@@ -110,10 +114,14 @@ class PackedState:
         report[:, 2 : 2 + len(COUNTERS)] += self.counters
         self.counters.zero_()
         if self.recipe.sqnr:
-            report[:, 2 + len(COUNTERS) :] += self.energies
+            report[:, 2 + len(COUNTERS) : -1] += self.energies
             self.energies.zero_()
-        if applied:
-            self.kind.update_(self.recipe, self.history, self.scale, self.fp8_max)
+        if self.recipe.has_state:
+            report[:, -1] = torch.maximum(report[:, -1], (~self.calibrated).float())
+            if applied:
+                self.calibrated |= self.kind.update_(
+                    self.recipe, self.history, self.scale, self.fp8_max
+                )
         self.amax.zero_()
 
     def take_report(self) -> Tensor:

@@ -73,8 +73,8 @@ class DelayedQuantizer(_PerTensor):
     granularity = "delayed"
 
     @classmethod
-    def update_(cls, recipe: Recipe, history: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
-        scaling.update_delayed_(
+    def update_(cls, recipe: Recipe, history: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
+        return scaling.update_delayed_(
             history,
             scale,
             fp8_max,

@@ -141,13 +141,14 @@ class Quantizer(ABC):
     def unpack(self, kept: Kept) -> Factor:
         """The ``columns`` that a call with ``columns="kept"`` left in eight bits."""
 
-    @classmethod  # noqa: B027 - most recipes have nothing to do
-    def update_(cls, recipe: Recipe, history: Tensor, scale: Tensor, fp8_max: Tensor) -> None:
-        """New scales at the end of an applied step, all tensors' at once: by default none.
+    @classmethod
+    def update_(cls, recipe: Recipe, history: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:
+        """New scales at the end of an applied step, of a recipe with state: all tensors' at once.
 
         ``history`` float32 [H, tensors], of which row 0 is the step's amax; ``scale`` and
-        ``fp8_max`` float32 [tensors].
+        ``fp8_max`` float32 [tensors]. Returns which scales were made, bool [tensors].
         """
+        raise NotImplementedError(f"{cls.granularity} scaling makes no scales between steps")
 
     @classmethod
     def used_scale(cls, recipe: Recipe, amax: Tensor, scale: Tensor, fp8_max: Tensor) -> Tensor:

@@ -86,8 +86,9 @@ def update_delayed_(
     margin: int = 0,
     algorithm: Literal["max", "most_recent", "ema"] = "max",
     ema_factor: float = 0.9,
-) -> None:
-    """One update of delayed scaling, in place, for all tensors at once.
+) -> Tensor:
+    """One update of delayed scaling, in place, for all tensors at once; bool [tensors], of which
+    the scale was made from an amax.
 
     ``history`` is float32 [H, tensors]; row 0 holds the amax seen since the last update,
     already reduced over ranks. ``scale`` and ``fp8_max`` are float32 [tensors].
@@ -114,6 +115,7 @@ def update_delayed_(
     shifted = history.roll(-1, 0)
     shifted[0] = 0
     history.copy_(torch.where(ran, shifted, history))
+    return usable
 
 
 def scale_with_room(

@@ -268,7 +268,7 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
     def statistics(self) -> tuple[tuple[str, ...], Tensor]:
         """What the steps finished since the last call saw; starts anew.
 
-        Names ``layer/role`` and a float32 [tensors, 8] copy on the scope's device, columns
+        Names ``layer/role`` and a float32 [tensors, 9] copy on the scope's device, columns
         STATISTICS_COLUMNS: the largest amax (under delayed scaling of all replicas, by
         ``reduce_amax``), the scale that the last step used or, with scales of its own, that
         of the largest amax, this rank's counts, and energies where the spec asks for SQNR. A
@@ -289,7 +289,11 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         if not self._linears or not self.recipe.has_state:
             return {}
         state = self._packed()
-        return {"amax_history": state.history, "scale": state.scale}
+        return {
+            "amax_history": state.history,
+            "scale": state.scale,
+            "calibrated": state.calibrated,
+        }
 
     def state_meta(self) -> dict[str, object]:
         """The rest of the state, for JSON: ``precision`` by linear, and who waits to return."""

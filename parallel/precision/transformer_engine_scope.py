@@ -301,6 +301,7 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
         if self._states is not None:
             self._note_amax(self._states)
             observed.scale.copy_(self._states.scales_before())
+            observed.calibrated.copy_(self._states.calibrated_before())
         names = tuple(f"{name}/{role}" for name in self._linears for role in ROLES)
         return names, observed.take()
 

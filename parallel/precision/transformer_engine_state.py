@@ -52,6 +52,19 @@ class DelayedStates:
         """float32 [tensors], as of the last ``remember``."""
         return _by_role(self._before[0::4], self._before[1::4])
 
+    def calibrated_before(self) -> Tensor:
+        """Whether the scales of ``scales_before`` were made from data, bool [tensors].
+
+        A 1 is what a scale starts from, and what an amax may give: then the history tells, except
+        one of a single row, which keeps nothing.
+        """
+        seen = [
+            ((history > 0) & torch.isfinite(history)).any(0)
+            for pair in zip(self._before[2::4], self._before[3::4], strict=True)
+            for history in pair
+        ]
+        return (self.scales_before() != 1) | _by_role(seen[0::2], seen[1::2])
+
     def newest_amax(self, updates: int, fp8_max: Tensor) -> Tensor:
         """float32 [tensors]: the largest amax that the last ``updates`` brought.
 

@@ -37,7 +37,9 @@ def healthy_tensors(
             usual = {"input": 4.0, "weight": 0.1, "grad_output": 1e-4}[role]
             amax = usual * float(np.exp(rng.normal(0.0, 0.1)))
             scale = 1.0 if step == 0 else MAXIMUM[role] / (1.3 * usual)
-            tensors[f"{layer}/{role}"] = TensorStats(amax, scale, 0.002, 0.1, 0)
+            tensors[f"{layer}/{role}"] = TensorStats(
+                amax, scale, 0.002, 0.1, 0, calibrated=step > 0
+            )
     return tensors
 
 

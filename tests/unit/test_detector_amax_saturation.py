@@ -81,6 +81,14 @@ class TestFiresWhen:
         _, (incident,) = run(records[:31])
         assert incident.suspects[0].evidence["surge_octaves"] == math.inf
 
+    def test_a_tensor_clamps_whose_scale_happens_to_be_one(self):
+        records = healthy_trace(40)
+        name = "layers.0.mlp.down/input"
+        records = [with_tensor(r, name, scale=1.0) for r in records]
+        records[30] = with_tensor(records[30], name, amax=50_000.0, saturated_pct=60.0)
+        _, found = run(records[:31])
+        assert [i.suspects[0].layer for i in found] == ["layers.0.mlp.down"]
+
 
 class TestStaysSilentWhen:
     def test_nothing_happens(self):
@@ -91,7 +99,7 @@ class TestStaysSilentWhen:
         records[0] = with_tensor(
             records[0], "layers.0.mlp.down/input", amax=9000.0, saturated_pct=90.0
         )
-        assert records[0].tensors["layers.0.mlp.down/input"].scale == 1.0
+        assert not records[0].tensors["layers.0.mlp.down/input"].calibrated
         assert not run(records)[1]
 
     def test_the_first_record_with_a_scale_was_made_with_the_scale_of_none(self):

@@ -50,6 +50,20 @@ class TestMerge:
         assert merged[NAMES[0]] == TensorStats(2.0, 8.0, 10.0, 5.0, 2)
         assert merged[NAMES[1]] == TensorStats(3.0, 4.0, 50.0, 0.0, 0)
 
+    def test_a_tensor_is_calibrated_where_it_is_on_every_rank_and_in_every_step(self):
+        made, not_made = [1, 1, 0, 0, 0, 9, 0, 0, 0], [1, 1, 0, 0, 0, 9, 0, 0, 1]
+        ranks = [(NAMES, encode(table(made, made))), (NAMES, encode(table(made, not_made)))]
+        for order in (ranks, ranks[::-1]):
+            merged = merge(order, same_scale=True)
+            assert [merged[name].calibrated for name in NAMES] == [True, False]
+
+    @pytest.mark.parametrize("sqnr_db", [None, 30.0, math.inf])
+    @pytest.mark.parametrize("calibrated", [True, False])
+    def test_whether_it_is_goes_through_json_beside_the_sqnr(self, sqnr_db, calibrated):
+        stats = TensorStats(1.5, 1.0, 1.0, 2.0, 3, sqnr_db, calibrated)
+        row = json.loads(json.dumps(stats.to_json(), allow_nan=False))
+        assert TensorStats.from_json(row) == stats
+
     def test_sqnr_is_of_the_energies_of_all_ranks_and_none_where_not_measured(self):
         first = table([1, 1, 0, 0, 0, 9, 3000, 2], [1, 1, 0, 0, 0, 9, 0, 0])
         second = table([1, 1, 0, 0, 0, 9, 1000, 2], [1, 1, 0, 0, 0, 9, math.inf, 1])
@@ -141,9 +155,19 @@ class TestHeadroom:
         tensors = {
             "a/input": TensorStats(100.0, 2.0, 0, 0, 0),
             "b/input": TensorStats(400.0, 2.0, 0, 0, 0),
-            "c/input": TensorStats(9000.0, 1.0, 0, 0, 0),
+            "c/input": TensorStats(9000.0, 1.0, 0, 0, 0, calibrated=False),
             "d/input": TensorStats(8000.0, 2.0, 0, 0, 0),
         }
         worst = worst_by_headroom(tensors, 2, without_layers=("d",))
         assert [name for name, _ in worst] == ["b/input", "a/input"]
         assert worst[0][1] < 0 < worst[1][1]
+
+    def test_a_scale_of_one_is_a_scale_like_any_other_and_an_infinite_amax_is_the_worst(self):
+        # The scale of an amax of 448, and current scaling's where the amax is infinite.
+        tensors = {
+            "a/input": TensorStats(448.0, 1.0, 0, 0, 0),
+            "b/input": TensorStats(math.inf, 1.0, 0, 0, 1),
+            "c/input": TensorStats(100.0, 2.0, 0, 0, 0),
+        }
+        worst = worst_by_headroom(tensors, 2)
+        assert worst == [("b/input", -math.inf), ("a/input", 0.0)]

@@ -19,6 +19,7 @@ from tests.unit.precision_recipes import both_ways, every_recipe, every_variant,
 
 NAMES = ("layers.0.attn.qkv", "layers.0.mlp.down")
 WIDTH = 32
+UNCALIBRATED = STATISTICS_COLUMNS.index("uncalibrated")
 
 
 class Stage:
@@ -104,7 +105,7 @@ class TestState:
         stage.scope.set_precision({NAMES[0]: "bf16"})
         after = {name: tensor.data_ptr() for name, tensor in stage.scope.state_tensors().items()}
         assert before == after
-        assert set(before) == {"amax_history", "scale"}
+        assert set(before) == {"amax_history", "calibrated", "scale"}
 
     @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
     def test_scales_of_a_tensors_own_amax_leave_nothing_to_keep(self, recipe):
@@ -460,6 +461,55 @@ class TestStatistics:
             room = headroom_octaves(name, TensorStats(amax, scale, 0, 0, 0), own)
             assert -1e-6 < room < (1e-6 if recipe == "current" else 1)
 
+    def test_a_delayed_scale_is_uncalibrated_until_an_applied_step_made_it_even_where_it_is_one(
+        self,
+    ):
+        # Its amax is the format's maximum, so that the scale made of it is 1 too.
+        stage = Stage()
+        with torch.no_grad():
+            stage.linears[0].weight[0, 0] = 448.0
+        told = []
+        for seed, applied in enumerate((False, True, True)):
+            weight = stage.linears[0].weight.detach().clone()
+            stage.step(seed, applied=applied)
+            with torch.no_grad():
+                stage.linears[0].weight.copy_(weight)
+            stage.scope.forget_weights()
+            told.append(stage.scope.statistics()[1])
+        assert [rows[:, UNCALIBRATED].tolist() for rows in told] == [[1] * 6, [1] * 6, [0] * 6]
+        assert told[2][1, 1] == 1.0 and told[2][0, 1] != 1.0
+
+    def test_whether_scales_are_calibrated_comes_back_with_a_snapshot(self):
+        stage = Stage()
+        start = stage.copy()
+        stage.step(0)
+        later = stage.copy()
+        for copy, uncalibrated in ((start, 1), (later, 0)):
+            stage.restore(copy)
+            stage.step(1)
+            assert stage.scope.statistics()[1][:, UNCALIBRATED].tolist() == [uncalibrated] * 6
+
+    def test_an_amax_that_gives_no_scale_calibrates_nothing(self):
+        stage = Stage()
+        stage.linears[0](torch.full((4, WIDTH), torch.inf).bfloat16())
+        stage.scope.finish_step(applied=True)
+        stage.scope.statistics()
+        stage.step(1)
+        # Under max the Inf is in the history still; what didn't run has seen nothing either.
+        uncalibrated = stage.scope.statistics()[1][:, UNCALIBRATED].tolist()
+        assert uncalibrated == [1, 0, 1, 1, 1, 1]
+        assert stage.scope.state_tensors()["scale"][0] == 1.0
+
+    @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+    def test_a_tensors_own_scale_is_calibrated_from_the_start_whatever_it_is(self, recipe):
+        stage = Stage(recipe)
+        with torch.no_grad():
+            stage.linears[0].weight[0, 0] = 448.0
+        stage.step(0)
+        _, statistics = stage.scope.statistics()
+        assert statistics[1, 1] == 1.0
+        assert (statistics[:, UNCALIBRATED] == 0).all()
+
     def test_what_rolled_back_steps_showed_is_not_told_of_later_ones(self):
         stage = Stage()
         stage.step(0)
@@ -488,7 +538,7 @@ class TestStatistics:
         scope.finish_step(applied=True)
         _, (row, *_) = scope.statistics()
         assert row[0] > 9e29
-        assert row[2:].count_nonzero() == 0
+        assert row[2:UNCALIBRATED].count_nonzero() == 0
 
 
 class TestReminder:

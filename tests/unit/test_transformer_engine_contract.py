@@ -498,6 +498,20 @@ class TestStatistics:
         assert table[0, SCALE] == scales[0]
         assert (table[:, COUNT] == 0).all() and table[:, [SATURATED, UNDERFLOWED]].isnan().all()
 
+    def test_delayed_tells_of_the_first_step_that_its_scales_were_not_calibrated(self, te):
+        scope = scope_of(RECIPES["delayed"])
+        layer = Layer(scope)
+        with torch.no_grad():
+            weight = next(p for n, p in layer.named_parameters() if n == "out.weight")
+            weight[0, 0] = 448.0  # whose scale is 1
+        told = []
+        for step in range(2):
+            train_step(scope, layer, step)
+            names, table = scope.statistics()
+            told.append(table[:, STATISTICS_COLUMNS.index("uncalibrated")].tolist())
+        assert told == [[1] * len(names), [0] * len(names)]
+        assert table[names.index(f"{LINEARS[1]}/weight"), SCALE] == 1.0
+
     @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
     def test_recipes_without_state_report_on_sampled_steps_alone(self, te, recipe):
         config = RECIPES[recipe]
