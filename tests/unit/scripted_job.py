@@ -30,7 +30,7 @@ from launch.commands import (
 )
 from launch.rank_group import RankEnd, Seat
 from launch.snapshots import SnapshotKey
-from monitoring.amax import encode
+from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
 from orchestrator.outbox import ControllerUnreachableError
 from orchestrator.protocol import (
@@ -295,11 +295,12 @@ class ScriptedRanks:
         fp8 = self.exchange == "fp8"
         names = tuple(f"{layer}/{role}" for layer in LAYERS for role in ("input", "weight"))
         in_bf16 = tuple(name for name in LAYERS if self.precision.get(name) == "bf16")
-        stats = np.array([[4.0, 100.0, 0.0, 0.0, 0.0, 1000.0, 0.0, 0.0]] * len(names), np.float32)
+        stats = np.zeros((len(names), len(COLUMNS)), np.float32)
+        stats[:, :6] = [4.0, 100.0, 0.0, 0.0, 0.0, 1000.0]
         for i, name in enumerate(names):
             layer = name.split("/")[0]
             if self.script.saturated(self.step, layer) and layer not in in_bf16:
-                stats[i] = [400.0, 100.0, 300.0, 0.0, 0.0, 1000.0, 0.0, 0.0]
+                stats[i, :6] = [400.0, 100.0, 300.0, 0.0, 0.0, 1000.0]
         return RankReport(
             attempt=self.attempt,
             timeline=self.timeline,
