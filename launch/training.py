@@ -194,7 +194,7 @@ class TrainingLoop:
         started = time.perf_counter()
         # With returns that wait: they are orders of this timeline, which the restore doesn't know.
         in_force: dict[str, Precision] = self._engine.scope.ordered()
-        exchange = self._engine.exchange.dtype
+        exchange = self._engine.exchange_dtype
         self._shipper.drop_after(order.to_step)
         meta = self._ring.restore(order.to_step, self._assignment.rank)
         self._engine.load_meta(meta["engine"])
@@ -349,7 +349,7 @@ class TrainingLoop:
             choice = self._engine.choose_exchange(self._world)
         else:
             was = f"so it was in the state of step {self._step}"
-            choice = ExchangeChoice(self._engine.exchange.dtype, was)
+            choice = ExchangeChoice(self._engine.exchange_dtype, was)
         logger.info("attempt %d: gradients in %s: %s", a.attempt, choice.dtype, choice.reason)
         if a.rank == 0:
             told = (a.attempt, self._timeline, a.rank, self._step, time.time())

@@ -12,6 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from launch.config import KillRank, NonFiniteGradient, WeightSurge
+from monitoring.config import DetectionConfig
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import check_backend, check_backend_model
 from orchestrator.spec_completion import (
@@ -21,13 +22,19 @@ from orchestrator.spec_completion import (
 )
 from orchestrator.spec_deepspeed import check_deepspeed
 from orchestrator.spec_errors import Finding, KeyPath, nearest
-from orchestrator.spec_factory import built_in, check_factory, check_model_keys
+from orchestrator.spec_factory import (
+    built_in,
+    check_factory,
+    check_model_keys,
+    unmatched_parameters,
+)
 from orchestrator.spec_shapes import (
     TENSOR,
     check_fp8_sizes,
     check_tensor_shards,
     check_tensor_slots,
 )
+from parallel.parameter_names import built_in_names
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 """The FP8 linears of one transformer layer, by the names of ``parallel.transformer``."""
@@ -149,9 +156,6 @@ def _zero_stage(spec: JobSpec) -> Iterator[Finding]:
             "pipeline stages, whose engine averages once a step": spec.parallelism.pipeline > 1,
             "tensor ranks, which run on the pipeline engine": spec.parallelism.tensor > 1,
             "tied embeddings, which run on the pipeline engine": spec.model.tie_embeddings,
-            "error feedback, which needs the same buckets always": (
-                spec.gradient_exchange.error_feedback
-            ),
         }
         for what, present in against.items():
             if present:
@@ -229,8 +233,8 @@ def _snapshots(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(("snapshots", "certify_after"), message, f"at most {reach}, or keep: {need}")
 
 
-def _detection(spec: JobSpec) -> Iterator[Finding]:
-    limits = spec.detection
+def detection_findings(limits: DetectionConfig) -> Iterator[Finding]:
+    """What contradicts itself in a ``detection`` section, a job's or a policy's."""
     if limits.min_history > limits.window:
         message = f"a baseline holds only window = {limits.window} steps, so none is ever trusted"
         yield Finding(("detection", "min_history"), message, f"make it at most {limits.window}")
@@ -238,6 +242,10 @@ def _detection(spec: JobSpec) -> Iterator[Finding]:
     if limits.exchange_error_steps > window:
         message = f"more than the exchange_error_window = {window} steps that are looked at"
         yield Finding(("detection", "exchange_error_steps"), message, f"make it at most {window}")
+
+
+def _detection(spec: JobSpec) -> Iterator[Finding]:
+    return detection_findings(spec.detection)
 
 
 def _high_precision(spec: JobSpec) -> Iterator[Finding]:
@@ -256,6 +264,13 @@ def _high_precision(spec: JobSpec) -> Iterator[Finding]:
             remedy = nearest(pattern, names) or "names are as layers.3.mlp.down"
             message = f"matches none of the {len(names)} linears"
             yield Finding((*section, "names", i), message, remedy)
+
+
+def _high_precision_parameters(spec: JobSpec) -> Iterator[Finding]:
+    """Of the built-in model; a factory's parameters are known once they are made."""
+    yield from unmatched_parameters(
+        spec.gradient_exchange.high_precision_parameters, built_in_names(spec.model)
+    )
 
 
 def _envs(spec: JobSpec) -> Iterator[Finding]:
@@ -325,7 +340,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((*_SLOT_KEYS, *_DEGREES), _degrees),
     ((*_SLOT_KEYS, TENSOR), check_tensor_slots),
     ((*_SHAPES, TENSOR), built_in(check_tensor_shards)),
-    ((ZERO_STAGE, *_DEGREES, ("model", "tie_embeddings"), ("gradient_exchange",)), _zero_stage),
+    ((ZERO_STAGE, *_DEGREES, ("model", "tie_embeddings")), _zero_stage),
     ((("parallelism", "pipeline"), ("model", "num_layers")), _stages),
     ((("model",),), check_model_keys),
     (_WIDTHS, built_in(_heads)),
@@ -337,6 +352,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),
     (tuple(("detection", k) for k in ("window", "min_history", *_EXCHANGE_ERROR)), _detection),
     ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
+    ((("gradient_exchange",), ("model",)), built_in(_high_precision_parameters)),
     ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), check_backend),
     ((("fp8",), ("model",), ("training",), ("precision",)), check_backend_model),
 )

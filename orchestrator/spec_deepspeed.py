@@ -14,7 +14,14 @@ from typing import Any
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import BatchRefusedError, batch_numbers, replicas
 from orchestrator.spec_errors import Finding, KeyPath, value_at
-from parallel.deepspeed_config import REFUSED, BatchShape, contradictions, own_config
+from parallel.deepspeed_config import (
+    ACCUMULATION,
+    REFUSED,
+    BatchShape,
+    accumulation_dtype,
+    contradictions,
+    own_config,
+)
 
 ADDITIONS = (
     "wall_clock_breakdown",
@@ -75,6 +82,8 @@ def check_deepspeed(
         field = FIELDS.get(found.key)
         if found.key in REFUSED:
             yield Finding(path, "can't be honoured", found.reason)
+        elif found.key == ACCUMULATION:
+            yield Finding(path, "gradients are added up in fp32 or bf16", "make it one of the two")
         elif field is None:
             yield Finding(path, f"contradicts the engine: {found.reason}", "leave it out")
         else:
@@ -98,6 +107,7 @@ def _own(spec: JobSpec, broken: Collection[KeyPath], batch_known: bool) -> dict[
         zero_stage=spec.parallelism.zero_stage,
         max_norm=training.max_norm,
         communication_data_type=spec.communication_data_type,
+        accumulation=accumulation_dtype(spec.deepspeed),
     )
     if not batch:
         own = {key: own[key] for key in own if key not in BATCH_KEYS}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from orchestrator.spec import JobSpec
 from orchestrator.spec_errors import Finding
 from parallel.config import ModelConfig
 from parallel.model_factory import FactoryError, load_factory
+from parallel.parameter_names import unmatched
 
 READ = ("factory", "options", "num_layers")
 """Keys of ``model`` that mean something with a factory."""
@@ -44,3 +45,13 @@ def check_factory(spec: JobSpec) -> Iterator[Finding]:
         load_factory(spec.model.factory)
     except FactoryError as error:
         yield Finding(("model", "factory"), error.message, error.remedy)
+
+
+def unmatched_parameters(patterns: Sequence[str], names: Sequence[str]) -> Iterator[Finding]:
+    """A pattern of ``gradient_exchange`` that means none of the model's parameters ``names``."""
+    for found in unmatched(patterns, names):
+        yield Finding(
+            ("gradient_exchange", "high_precision_parameters", found.index),
+            f"matches none of the {len(names)} parameters",
+            f"did you mean {found.nearest!r}?" if found.nearest else "leave it out",
+        )

@@ -18,6 +18,7 @@ from typing import Any
 
 from orchestrator.spec import JobSpec, spec_data
 from orchestrator.spec_errors import Finding, KeyPath, Source, SpecError
+from orchestrator.spec_factory import unmatched_parameters
 
 TRIAL_S = 20.0
 """Less than the API's client waits for an answer."""
@@ -69,6 +70,7 @@ def trial(spec: JobSpec) -> list[Finding]:
 
     from parallel.config import HighPrecisionLayers
     from parallel.model_factory import FactoryError, factory_plan
+    from parallel.model_plan import parameter_name
     from parallel.precision.recipes import unmatched_patterns
     from parallel.precision.scope import PrecisionScope
 
@@ -93,15 +95,25 @@ def trial(spec: JobSpec) -> list[Finding]:
         )
     except FactoryError as error:
         return [Finding(("model", "factory"), error.message, error.remedy)]
-    if spec.precision != "fp8" or not kept.names:
+    exchanged = spec.gradient_exchange.high_precision_parameters
+    patterns = kept.names if spec.precision == "fp8" else ()
+    if not patterns and not exchanged:
         return []
+    parameters: list[str] = []
+    seen: set[str | None] = {None}
     with torch.device("meta"):
-        # Copies of one module are one: a name is given once.
-        for layer in {layer.tied or layer.name: layer for layer in plan.layers}.values():
-            layer.build()
+        for i, layer in enumerate(plan.layers):
+            # Copies of one module are one: a name is given once.
+            if layer.tied in seen - {None}:
+                continue
+            seen.add(layer.tied)
+            module = layer.build()
+            parameters += [
+                parameter_name(f"{i}.{n}", plan.layers) for n, _ in module.named_parameters()
+            ]
+    found = list(unmatched_parameters(exchanged, parameters))
     names = scope.layers
-    found = []
-    for i, pattern in enumerate(kept.names):
+    for i, pattern in enumerate(patterns):
         alone = kept.model_copy(update={"names": (pattern,)})
         if unmatched_patterns(alone, names):
             message = f"matches none of the {len(names)} linears of the factory's model"

@@ -275,6 +275,12 @@ class GradientExchangeConfig(_Section):
     bucket: int = Field(131_072, ge=1)
     """Elements for each replica that are quantized at once, while those before them travel."""
     min_size: int = Field(16_384, ge=0)
-    """Elements below which a bucket is exchanged in BF16."""
+    """Elements below which a gradient is exchanged in BF16. A gradient is all matrices of a
+    stage together (or what DeepSpeed puts into one bucket of them), not one parameter."""
+    high_precision_parameters: tuple[str, ...] = ()
+    """Patterns of names of parameters, as ``embedding.weight`` or ``layers.3.mlp.*``, whose
+    gradients are exchanged in BF16 though the others are in FP8; one that matches nothing is an
+    error. Parameters of one dimension (norms, biases) always go in FP32 and need no naming."""
     error_feedback: bool = False
-    """Add the rounding error of one step to the next step's gradient."""
+    """Add the rounding error of one exchange to the next one's gradient. Takes four bytes a
+    parameter on each rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,23 @@ REPLACED = "communication_data_type"
 knows no fp8."""
 
 
-_ZERO_2: Mapping[str, Any] = {
-    "stage": 2,
+ACCUMULATION = "data_types.grad_accum_dtype"
+"""Key by which DeepSpeed chooses the class of its optimizer, and the user's to say.
+
+    fp32   ZeRO 0, 1: BF16_Optimizer            ZeRO 2: DeepSpeedZeroOptimizer
+    bf16   ZeRO 0: BF16_Optimizer            ZeRO 1, 2: DeepSpeedZeroOptimizer
+
+Under bf16 gradients are added up over micro-batches, and handed to the optimizer, in BF16."""
+
+_ACCUMULATION_NAMES: Mapping[object, Literal["fp32", "bf16"]] = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+
+_BUCKETED: Mapping[str, Any] = {
     # Each bucket then comes as a whole to the one function that the exchange replaces, in the
     # same order on every replica and on the stream that computes.
     "reduce_scatter": False,
@@ -101,25 +116,36 @@ _ZERO_2: Mapping[str, Any] = {
     "overlap_comm": False,
     "round_robin_gradients": False,
 }
+"""Of DeepSpeedZeroOptimizer."""
+
+
+def accumulation_dtype(user: Mapping[str, Any]) -> Literal["fp32", "bf16"]:
+    """What gradients are added up in, by the user's section; fp32 where it doesn't say."""
+    section = user.get("data_types")
+    asked = section.get("grad_accum_dtype") if isinstance(section, Mapping) else None
+    return _ACCUMULATION_NAMES.get(asked, "fp32") if isinstance(asked, str) else "fp32"
 
 
 def own_config(
-    batch: BatchShape, *, zero_stage: int, max_norm: float, communication_data_type: str
+    batch: BatchShape,
+    *,
+    zero_stage: int,
+    max_norm: float,
+    communication_data_type: str,
+    accumulation: Literal["fp32", "bf16"] = "fp32",
 ) -> dict[str, Any]:
     """What Octavo itself asks of DeepSpeed."""
+    bucketed = zero_stage == 2 or (zero_stage == 1 and accumulation == "bf16")
     return {
         REPLACED: communication_data_type,
         "train_batch_size": batch.train_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation_steps,
         "gradient_clipping": max_norm,
-        "bf16": {"enabled": True}
-        if zero_stage < 2
-        else {"enabled": True, "check_grad_overflow": True},
-        # With FP32 accumulation DeepSpeed chooses BF16_Optimizer, whose gradients are one flat
-        # buffer a parameter group and pass through the hook that the exchange hangs on.
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": zero_stage} if zero_stage < 2 else dict(_ZERO_2),
+        # DeepSpeedZeroOptimizer leaves a step out only where it is told to look.
+        "bf16": {"enabled": True, **({"check_grad_overflow": True} if bucketed else {})},
+        "data_types": {"grad_accum_dtype": accumulation},
+        "zero_optimization": {"stage": zero_stage, **(_BUCKETED if bucketed else {})},
         # What passes between stages is replicated over tensor ranks; cutting it for the way
         # costs a gather on the other side.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
@@ -138,6 +164,10 @@ def contradictions(own: Mapping[str, Any], user: Mapping[str, Any]) -> list[Cont
         for name, value in theirs.items():
             key = f"{prefix}{name}"
             if key in OVERRIDABLE:
+                continue
+            if key == ACCUMULATION:
+                if value != "auto" and accumulation_dtype(user) != _ACCUMULATION_NAMES.get(value):
+                    found.append(Contradiction(key, value, "it is fp32 or bf16"))
                 continue
             if key in REFUSED:
                 found.append(Contradiction(key, value, REFUSED[key]))

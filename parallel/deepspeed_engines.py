@@ -14,9 +14,12 @@ Written against DeepSpeed 0.19.8. What is overridden, and why there:
 - ``get_grads_for_norm`` of BF16_Optimizer takes the gradient norm from, and clips, the whole
   gradient on every rank. Where a rank has the mean of its own part alone, it is replaced on
   the object: the pipeline engine looks for that very class.
-- ``gradient_reduction_w_predivide`` of DeepSpeedZeroOptimizer, ZeRO 2's, averages a bucket of
-  gradients in every micro-batch, if it is told not to reduce-scatter. What it returns is added
-  to the FP32 gradients of this rank's partition.
+- ``gradient_reduction_w_predivide`` of DeepSpeedZeroOptimizer averages a bucket of gradients,
+  once a step or under ZeRO 2 in every micro-batch, if it is told not to reduce-scatter. With
+  FP32 accumulation what it returns is added to the gradients of this rank's partition; with
+  BF16 the bucket itself is taken from there on.
+- ``scaled_global_norm`` of it sums over all ranks for one parameter group after the other, and
+  waits for ever where pipeline stages have different groups. Replaced, it sums once.
 
 Promises: DeepSpeed is left as it was found, its classes and functions included; nothing of it
 is printed while building (its messages go to this module's logger at level DEBUG).
@@ -45,9 +48,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel.config import ParallelismConfig
-from parallel.engine_state import shards_gradients
+from parallel.engine_state import takes_buckets
 from parallel.model_plan import LayerPlan
+from parallel.parameter_groups import is_counted
 from parallel.step_hooks import BucketPiece, StepHooks
+from parallel.tensor import TensorGroup
 from parallel.topology import stage_boundaries
 
 logger = logging.getLogger(__name__)
@@ -197,8 +202,8 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -
     return engine
 
 
-def attach(engine: Any, hooks: StepHooks) -> None:
-    """Give the engine its hooks, and its optimizer those of sharded gradients."""
+def attach(engine: Any, hooks: StepHooks, tensor: TensorGroup | None) -> None:
+    """Give the engine its hooks, and its optimizer those of its class."""
     engine.step_hooks = hooks
     optimizer = engine.optimizer
 
@@ -218,10 +223,32 @@ def attach(engine: Any, hooks: StepHooks) -> None:
             )
             for group, index, _ in optimizer.ipg_buckets[dtype].params
         ]
-        return hooks.reduce(bucket, pieces)
+        mean = hooks.reduce(bucket, pieces)
+        if optimizer.gradient_accumulation_dtype == optimizer.dtype:
+            bucket.copy_(mean)
+        return mean
 
-    if shards_gradients(optimizer):
+    def global_norm(norm_type: int = 2) -> Tensor:
+        counted = [
+            gradient
+            for i, parameters in enumerate(optimizer.params_in_partition)
+            for gradient, parameter in zip(
+                (g for g in optimizer.averaged_gradients[i] if not hasattr(g, "_zero_padding")),
+                parameters,
+                strict=False,  # where a partition ends behind the last parameter
+            )
+            if is_counted(parameter, tensor)
+        ]
+        square = torch.zeros((), device=engine.device)
+        if counted:
+            square += torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
+        dist.all_reduce(square, group=optimizer.dp_process_group)
+        optimizer._model_parallel_all_reduce(square, dist.ReduceOp.SUM)
+        return square.sqrt()
+
+    if takes_buckets(optimizer):
         optimizer.gradient_reduction_w_predivide = reduce
+        optimizer.scaled_global_norm = global_norm
     elif hooks.scattered:
         optimizer.get_grads_for_norm = grads_for_norm
 

@@ -11,7 +11,7 @@ to the bit. Octavo adds no wait for the device to a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,11 +29,13 @@ from parallel.config import (
     ParallelismConfig,
     Precision,
 )
-from parallel.deepspeed_config import BatchShape, merged_config, own_config
+from parallel.deepspeed_config import BatchShape, accumulation_dtype, merged_config, own_config
 from parallel.exchange_choice import ExchangeChoice, choice_of, measure
+from parallel.gradients import take_statistics
 from parallel.model_factory import factory_plan
 from parallel.model_plan import ModelPlan, parameter_name, recomputed
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
+from parallel.parameter_names import unmatched
 from parallel.precision import recipes
 from parallel.precision.backend import LayerScope, make_scope
 from parallel.precision.choice import BackendChoice, workload_of
@@ -99,6 +101,7 @@ class Engine:
         scope: LayerScope,
         backend: BackendChoice,
         groups: tuple[GradientGroup, ...],
+        exchange_dtype: ExchangeDtype,
         hooks: StepHooks,
         replicas: dist.ProcessGroup,
         pipelined: bool,
@@ -107,8 +110,8 @@ class Engine:
         self.scope = scope
         self.backend = backend
         """What the linears run on, and why; the same on every rank."""
-        self.exchange = groups[0].exchange
-        """Exchange of the matrices."""
+        self.exchange_dtype = exchange_dtype
+        """What gradients cross the network in, those left out that must go in a wider one."""
         self._engine = deepspeed_engine
         self._plan = plan
         self._switchable = frozenset(switchable)
@@ -179,12 +182,10 @@ class Engine:
         left over is no part of these gradients.
         """
         for group in self._groups:
-            if not group.compressed:
-                continue
-            if dtype == "fp8" and group.exchange.dtype != "fp8":
-                for residual in group.exchange.state_tensors().values():
-                    residual.zero_()
-            group.exchange.dtype = dtype
+            if group.residual is not None and dtype == "fp8" and self.exchange_dtype != "fp8":
+                group.residual.zero_()
+            group.take_dtype(dtype)
+        self.exchange_dtype = dtype
 
     def choose_exchange(self, world: dist.ProcessGroup) -> ExchangeChoice:
         """Measure what gradients cross this network in the faster, and take it from here on.
@@ -192,12 +193,7 @@ class Engine:
         Every rank calls it between steps; ``world`` is a group of all on CPU. The answer is
         the same on all of them, training's state is as before.
         """
-        matrices = sum(p.numel() for p in self._engine.module.parameters() if p.dim() >= 2)
-        sizes = [
-            (group.exchange, sum(view.numel() for view in group.views) or matrices)
-            for group in self._groups
-            if group.compressed
-        ]
+        sizes = [(g.exchange, g.numel) for g in self._groups if g.least == "fp8"]
         choice = choice_of(measure(sizes, world))
         self.set_exchange(choice.dtype)
         return choice
@@ -205,15 +201,11 @@ class Engine:
     def take_exchange_statistics(self) -> dict[str, float]:
         """Statistics of the gradient exchange since the last call, and reset.
 
-        ``bytes`` and ``uncompressed_bytes`` count all groups, the rest is the matrices';
-        ``wire_bits`` are what a value of theirs takes on the network.
+        Of all groups together; ``wire_bits`` are what a value takes on the network where
+        nothing asks for more.
         """
-        statistics = self._groups[0].exchange.take_statistics()
-        statistics["wire_bits"] = float(EXCHANGE_BITS[self.exchange.dtype])
-        for group in self._groups[1:]:
-            theirs = group.exchange.take_statistics()
-            for key in ("bytes", "uncompressed_bytes"):
-                statistics[key] = statistics.get(key, 0.0) + theirs.get(key, 0.0)
+        statistics = take_statistics([group.exchange for group in self._groups])
+        statistics["wire_bits"] = float(EXCHANGE_BITS[self.exchange_dtype])
         return statistics
 
     def live_tensors(self) -> dict[str, Tensor]:
@@ -223,8 +215,8 @@ class Engine:
         for name, tensor in self.scope.state_tensors().items():
             tensors[f"precision.{name}"] = tensor
         for group in self._groups:
-            for name, tensor in group.exchange.state_tensors().items():
-                tensors[f"exchange.{group.name}.{name}"] = tensor
+            if group.residual is not None:
+                tensors[f"exchange.{group.name}.residual"] = group.residual
         return tensors
 
     def meta(self) -> dict[str, Any]:
@@ -232,16 +224,16 @@ class Engine:
         return {
             "counters": engine_state.counters(self._engine),
             "precision": self.scope.state_meta(),
-            "exchange_dtype": self.exchange.dtype,
+            "exchange_dtype": self.exchange_dtype,
         }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Take back ``meta`` after the tensors were copied in place."""
         engine_state.load_counters(self._engine, meta["counters"])
         self.scope.load_meta(meta["precision"])
+        self.exchange_dtype = meta["exchange_dtype"]
         for group in self._groups:
-            if group.compressed:
-                group.exchange.dtype = meta["exchange_dtype"]
+            group.take_dtype(self.exchange_dtype)
 
     @torch.no_grad()
     def surge_mlp(self, layer: int, factor: float) -> None:
@@ -293,6 +285,7 @@ def build_engine(
         zero_stage=degrees.zero_stage,
         max_norm=numbers.max_norm,
         communication_data_type=communication_data_type,
+        accumulation=accumulation_dtype(deepspeed or {}),
     )
     config = merged_config(own, deepspeed or {})
 
@@ -325,17 +318,21 @@ def build_engine(
     # Sharded and shared parameters are DeepSpeed's pipeline engine's business, one stage or more.
     tied = any(layer.tied for layer in plan.layers)
     pipelined = degrees.pipeline > 1 or ranks.tensor is not None or tied
-    if degrees.zero_stage == 2 and (pipelined or gradient_exchange.error_feedback):
+    if degrees.zero_stage == 2 and pipelined:
         raise ValueError(
-            "ZeRO stage 2 doesn't go with pipeline stages, tensor ranks, tied embeddings or "
-            "error feedback: make it 1"
+            "ZeRO stage 2 doesn't go with pipeline stages, tensor ranks or tied embeddings: "
+            "make it 1"
         )
     module = (
         deepspeed_engines.staged_module(plan.layers, degrees, plan.loss, scope.micro_batch)
         if pipelined
         else nn.Sequential(*(layer.build() for layer in plan.layers)).to(device)
     )
-    grouped = parameter_groups(module, ranks.tensor)
+    kept = gradient_exchange.high_precision_parameters
+    _check_parameter_patterns(
+        kept, [parameter_name(n, plan.layers) for n, _ in module.named_parameters()]
+    )
+    grouped = parameter_groups(module, ranks.tensor, plan.layers, kept)
     optimizer = adamw(
         grouped, betas=numbers.betas, eps=numbers.eps, weight_decay=numbers.weight_decay
     )
@@ -357,7 +354,7 @@ def build_engine(
     if unmatched := recipes.unmatched_patterns(fp8.high_precision_layers, everywhere):
         raise ValueError("; ".join(unmatched))
     hooks = StepHooks(scope, groups, replicas, ranks.stage)
-    deepspeed_engines.attach(engine, hooks)
+    deepspeed_engines.attach(engine, hooks, ranks.tensor)
     return Engine(
         engine,
         plan=plan,
@@ -366,6 +363,7 @@ def build_engine(
         scope=scope,
         backend=backend,
         groups=groups,
+        exchange_dtype=communication_data_type,
         hooks=hooks,
         replicas=replicas,
         pipelined=pipelined,
@@ -401,8 +399,22 @@ def _checked_degrees(parallelism: ParallelismConfig) -> ParallelismConfig:
     return parallelism.model_copy(update={"data": replicas})
 
 
+def _check_parameter_patterns(patterns: Sequence[str], mine: Sequence[str]) -> None:
+    """Raise ValueError, on every rank alike, for a pattern that means no stage's parameter."""
+    if not patterns:
+        return
+    if wrong := unmatched(patterns, _of_all_ranks(tuple(mine))):
+        raise ValueError(
+            "; ".join(
+                f"gradient_exchange.high_precision_parameters: {found.pattern!r} matches no "
+                f"parameter; did you mean {found.nearest!r}?"
+                for found in wrong
+            )
+        )
+
+
 def _of_all_ranks(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The linears of all stages, so that every rank refuses the same orders."""
+    """Names of all stages, so that every rank refuses the same."""
     found: list[tuple[str, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, names)
     return tuple(dict.fromkeys(name for of_rank in found for name in of_rank))

@@ -36,15 +36,15 @@ def create_moments(optimizer: AdamW) -> None:
             }
 
 
-def shards_gradients(optimizer: Any) -> bool:
-    """Whether it is DeepSpeed's optimizer of ZeRO 2, and not BF16_Optimizer."""
+def takes_buckets(optimizer: Any) -> bool:
+    """Whether it is DeepSpeedZeroOptimizer, and not BF16_Optimizer."""
     return hasattr(optimizer, "single_partition_of_fp32_groups")
 
 
 def optimizer_tensors(optimizer: Any, group_names: Sequence[str]) -> dict[str, Tensor]:
     """Live tensors of one of DeepSpeed's optimizers over AdamW, by ``{group}.{what}``."""
     tensors: dict[str, Tensor] = {}
-    if shards_gradients(optimizer):
+    if takes_buckets(optimizer):
         masters, flats = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat
     else:
         masters, flats = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat

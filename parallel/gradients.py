@@ -36,7 +36,7 @@ import ctypes
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,14 +158,6 @@ class _Bucket:
     """float32, as many as this rank's share has real elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Workspace:
-    """Buffers for one size of gradient."""
-
-    buckets: tuple[_Bucket, ...]
-    residual: Tensor | None
-
-
 @dataclass(slots=True)
 class _Clock:
     """Seconds since the last ``take_statistics``; on a device they are the host's, not its."""
@@ -212,7 +204,7 @@ class GradientExchange:
         on_cpu = self._device.type == "cpu"
         library = kernels.load() if compiled and on_cpu and dtype == "fp8" else None
         self._codec = BlockCodec(FORMATS[config.format.upper()], config.block, library)
-        self._workspaces: dict[tuple[int, bool], _Workspace] = {}
+        self._buckets: dict[tuple[int, bool], tuple[_Bucket, ...]] = {}
         self._bytes = 0
         self._uncompressed_bytes = 0
         self._error = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -246,15 +238,21 @@ class GradientExchange:
         """Replicas that take part."""
         return self._ranks
 
-    def mean_(self, flat: Tensor, *, scattered: bool | None = None) -> None:
+    def mean_(
+        self, flat: Tensor, *, residual: Tensor | None = None, scattered: bool | None = None
+    ) -> None:
         """Replace ``flat`` by its mean over the group, the same bits on every rank.
 
         ``flat`` is a contiguous float32 or bfloat16 vector. A collective: every rank of the
         group calls it with as many elements. In FP8 those below ``min_size`` go in BF16.
 
-        ``scattered``: for this call, other than as the exchange was made; with error feedback
-        all gradients of one size go one way. A scattered exchange takes float32 in equal parts
-        (else ValueError), and replaces this rank's part alone: the others keep what they held.
+        ``residual``, float32 of flat's size and contiguous, is error feedback: what rounding
+        took from these elements the last time, added now and replaced. Where nothing is rounded
+        to FP8 it stays as it is.
+
+        ``scattered``: for this call, other than as the exchange was made. A scattered exchange
+        takes float32 in equal parts (else ValueError), and replaces this rank's part alone: the
+        others keep what they held.
         """
         scattered = self._scattered if scattered is None else scattered
         if scattered and (flat.numel() % self._ranks or flat.dtype is not torch.float32):
@@ -265,12 +263,12 @@ class GradientExchange:
         if self._ranks == 1 or flat.numel() == 0:
             return
         if scattered:
-            self._scatter_mean(flat)
+            self._scatter_mean(flat, residual)
             return
         ring = 2 * (self._ranks - 1) * flat.numel() // self._ranks
         self._uncompressed_bytes += 2 * ring
         if self._dtype == "fp8" and flat.numel() >= self.config.min_size:
-            self._mean_fp8(flat)
+            self._mean_fp8(flat, residual)
             return
         wire = flat.to(torch.float32 if self._dtype == "fp32" else torch.bfloat16)
         self._bytes += ring * wire.element_size()
@@ -280,63 +278,31 @@ class GradientExchange:
         flat.mul_(1.0 / self._ranks)
 
     def take_statistics(self) -> dict[str, float]:
-        """Since the last call: ``bytes`` this rank sent, ``uncompressed_bytes`` that BF16
-        would have taken, and ``relative_error``, the 2-norm of what rounding the gradients it
-        sent to FP8 took away over their 2-norm (0 when nothing went in FP8);
-        ``quantize_s``, ``wire_s`` and ``dequantize_s``, where the time went.
+        """``take_statistics`` of this exchange alone."""
+        return take_statistics([self])
 
-        The one place that waits for the device.
-        """
-        error, norm = self._error.tolist()
-        statistics = {
-            "bytes": float(self._bytes),
-            "uncompressed_bytes": float(self._uncompressed_bytes),
-            "relative_error": (error / norm) ** 0.5 if norm > 0 else 0.0,
-            **dataclasses.asdict(self._clock),
-        }
-        self._clock = _Clock()
-        self._bytes = self._uncompressed_bytes = 0
-        self._error.zero_()
-        return statistics
-
-    def reserve(self, numel: int) -> None:
-        """Make the buffers for gradients of ``numel`` elements now.
-
-        With error feedback the residual is part of the state from here on, before the first
-        ``mean_``; two gradients of one size need two exchanges.
-        """
-        self._workspace(numel, self._scattered)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Error-feedback residuals, live, by size of gradient; empty when it is off."""
-        return {
-            f"residual.{numel}": workspace.residual
-            for (numel, _), workspace in self._workspaces.items()
-            if workspace.residual is not None
-        }
-
-    def _mean_fp8(self, flat: Tensor) -> None:
-        space = self._workspace(flat.numel(), scattered=False)
+    def _mean_fp8(self, flat: Tensor, residual: Tensor | None) -> None:
         x = flat.float()
-        if space.residual is not None:
-            x = x + space.residual
+        if residual is not None:
+            x = x + residual
         result = flat if flat.dtype is torch.float32 else torch.empty_like(x)
-        _overlap(self._exchange(bucket, x, result, space.residual) for bucket in space.buckets)
+        buckets = self._buckets_of(flat.numel(), scattered=False)
+        _overlap(self._exchange(bucket, x, result, residual) for bucket in buckets)
         if result is not flat:
             flat.copy_(result)
 
-    def _scatter_mean(self, flat: Tensor) -> None:
+    def _scatter_mean(self, flat: Tensor, residual: Tensor | None) -> None:
         others = flat.numel() - flat.numel() // self._ranks
         self._uncompressed_bytes += 2 * others
         parts = flat.view(self._ranks, -1)
         mine = parts[self._rank]
         if self._dtype == "fp8" and flat.numel() >= self.config.min_size:
-            space = self._workspace(flat.numel(), scattered=True)
             residuals = None
-            if space.residual is not None:
-                residuals = space.residual.view_as(parts)
+            if residual is not None:
+                residuals = residual.view_as(parts)
                 parts = parts + residuals
-            _overlap(self._scatter(bucket, parts, mine, residuals) for bucket in space.buckets)
+            buckets = self._buckets_of(flat.numel(), scattered=True)
+            _overlap(self._scatter(bucket, parts, mine, residuals) for bucket in buckets)
         else:
             dtype = torch.float32 if self._dtype == "fp32" else torch.bfloat16
             self._bytes += dtype.itemsize * others
@@ -441,21 +407,17 @@ class GradientExchange:
         blocks = row.numel() // (self.config.block + 1)
         return row[: blocks * self.config.block], row[blocks * self.config.block :]
 
-    def _workspace(self, numel: int, scattered: bool) -> _Workspace:
+    def _buckets_of(self, numel: int, scattered: bool) -> tuple[_Bucket, ...]:
+        """Made once for a size of gradient and a way to go."""
         key = numel, scattered
-        if key not in self._workspaces:
+        if key not in self._buckets:
             step = self._bucket_share() * (1 if scattered else self._ranks)
             end = numel // self._ranks if scattered else numel
-            starts = range(0, end, step)
-            buckets = tuple(
-                self._bucket(start, min(step, end - start), scattered) for start in starts
+            self._buckets[key] = tuple(
+                self._bucket(start, min(step, end - start), scattered)
+                for start in range(0, end, step)
             )
-            feedback = self.config.error_feedback
-            residual = (
-                torch.zeros(numel, dtype=torch.float32, device=self._device) if feedback else None
-            )
-            self._workspaces[key] = _Workspace(buckets, residual)
-        return self._workspaces[key]
+        return self._buckets[key]
 
     def _bucket_share(self) -> int:
         """Elements of a bucket for each rank; whole blocks, so that buckets cut none."""
@@ -475,6 +437,31 @@ class GradientExchange:
             min(blocks * block, numel - before), dtype=torch.float32, device=self._device
         )
         return _Bucket(start, numel, sent, received, gathered, share)
+
+
+def take_statistics(exchanges: Sequence[GradientExchange]) -> dict[str, float]:
+    """Of several exchanges together, since the last call; on one device.
+
+    ``bytes`` this rank sent, ``uncompressed_bytes`` that BF16 would have taken, and
+    ``relative_error``, the 2-norm of what rounding the gradients it sent to FP8 took away over
+    their 2-norm (0 when nothing went in FP8); ``quantize_s``, ``wire_s`` and ``dequantize_s``,
+    where the time went.
+
+    The one place that waits for the device.
+    """
+    error, norm = torch.stack([exchange._error for exchange in exchanges]).sum(0).tolist()
+    statistics = {
+        "bytes": float(sum(exchange._bytes for exchange in exchanges)),
+        "uncompressed_bytes": float(sum(exchange._uncompressed_bytes for exchange in exchanges)),
+        "relative_error": (error / norm) ** 0.5 if norm > 0 else 0.0,
+    }
+    for field in dataclasses.fields(_Clock):
+        statistics[field.name] = sum(getattr(exchange._clock, field.name) for exchange in exchanges)
+    for exchange in exchanges:
+        exchange._clock = _Clock()
+        exchange._bytes = exchange._uncompressed_bytes = 0
+        exchange._error.zero_()
+    return statistics
 
 
 def _overlap(exchanges: Iterable[Iterator[None]]) -> None:

@@ -11,8 +11,9 @@ copies would drift apart by last bits.
     tied       matrices that two pipeline stages hold (tied embeddings)
     vectors    the rest: norm weights and biases
 
-Vectors take no weight decay and are exchanged uncompressed: a few hundred thousandths of the
-bytes, and every element of a norm matters.
+Vectors take no weight decay and are exchanged in FP32: a few hundred thousandths of the
+bytes, and every element of a norm matters. Of the first three those that the spec names in
+``high_precision_parameters`` are groups of their own, exchanged in BF16 at least.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from parallel import engine_state
 from parallel.config import GradientExchangeConfig
 from parallel.gradients import ExchangeDtype, GradientExchange
 from parallel.model_plan import LayerPlan, parameter_name
-from parallel.step_hooks import GradientGroup
+from parallel.parameter_names import is_matched
+from parallel.step_hooks import GradientGroup, goes_scattered
 from parallel.tensor import TensorGroup, is_sharded
 
-GROUPS = ("matrices", "shared", "tied", "vectors")
+MATRICES = ("matrices", "shared", "tied")
+HIGH_PRECISION = "high_precision_"
+"""Before the name of a group of matrices: that of its high-precision parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +46,45 @@ class ParameterGroup:
     name: str
     parameters: tuple[nn.Parameter, ...]
     matrices: bool
-    """Decayed by the optimizer and compressed by the exchange."""
+    """Decayed by the optimizer."""
     counted: bool
     """Whether DeepSpeed counts this rank's copy in the gradient norm."""
+    least: ExchangeDtype
+    """What its gradients are exchanged in at least."""
 
 
-def parameter_groups(module: nn.Module, tensor: TensorGroup | None) -> tuple[ParameterGroup, ...]:
-    """The groups of this rank's module that have parameters; ``matrices`` comes first.
+def parameter_groups(
+    module: nn.Module,
+    tensor: TensorGroup | None,
+    layers: Sequence[LayerPlan],
+    high_precision: Sequence[str] = (),
+) -> tuple[ParameterGroup, ...]:
+    """The groups of this rank's module that have parameters.
 
-    Raises ValueError for a module without matrices, or without sharded ones over tensor
-    ranks: they would all train the same thing.
+    The first is counted in the norm on every rank. ``high_precision``: patterns of the names of
+    matrices to be exchanged in BF16 at least. Raises ValueError for a module without matrices,
+    or without sharded ones over tensor ranks: they would all train the same thing.
     """
     tied_modules = getattr(module, "tied_modules", None)
     tied = {id(p) for p in tied_modules.parameters()} if tied_modules is not None else set()
     found: dict[str, list[nn.Parameter]] = {
-        n: [] for n in ("matrices", "shared", "tied", "vectors")
+        f"{kept}{name}": [] for name in MATRICES for kept in ("", HIGH_PRECISION)
     }
-    for parameter in module.parameters():
+    found["vectors"] = []
+    for qualified, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in tied:
-            found["tied"].append(parameter)
+            name = "tied"
         elif parameter.dim() < 2:
             found["vectors"].append(parameter)
+            continue
         else:
             whole = tensor is not None and not is_sharded(parameter)
-            found["shared" if whole else "matrices"].append(parameter)
-    if not found["matrices"]:
+            name = "shared" if whole else "matrices"
+        kept = is_matched(parameter_name(qualified, layers), high_precision)
+        found[f"{HIGH_PRECISION if kept else ''}{name}"].append(parameter)
+    if not found["matrices"] and not found[f"{HIGH_PRECISION}matrices"]:
         sharded = "" if tensor is None else f" that is sharded over its {tensor.size} tensor ranks"
         raise ValueError(f"a pipeline stage has no matrix{sharded}")
     return tuple(
@@ -76,14 +92,21 @@ def parameter_groups(module: nn.Module, tensor: TensorGroup | None) -> tuple[Par
             name,
             tuple(parameters),
             matrices=name != "vectors",
-            counted=all(_counted(p, tensor) for p in parameters),
+            counted=all(is_counted(p, tensor) for p in parameters),
+            least=_least(name),
         )
         for name, parameters in found.items()
         if parameters
     )
 
 
-def _counted(parameter: nn.Parameter, tensor: TensorGroup | None) -> bool:
+def _least(name: str) -> ExchangeDtype:
+    if name == "vectors":
+        return "fp32"
+    return "bf16" if name.startswith(HIGH_PRECISION) else "fp8"
+
+
+def is_counted(parameter: nn.Parameter, tensor: TensorGroup | None) -> bool:
     """DeepSpeed's rule: each shard, else the first tensor rank's; of tied ones the first's."""
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -121,52 +144,46 @@ def gradient_groups(
     tensor: TensorGroup | None,
     device: torch.device,
 ) -> tuple[GradientGroup, ...]:
-    """The flat gradients of DeepSpeed's BF16_Optimizer, each with its exchange.
+    """The groups with their exchanges, after one of DeepSpeed's optimizers has flattened them.
 
-    Where that optimizer is sharded over the replicas, so is the mean. Under ZeRO 2, where
-    there are no flat gradients, a group has its exchange alone.
+    BF16_Optimizer has flat gradients; where it is sharded over the replicas, so is the mean.
+    DeepSpeedZeroOptimizer has buckets, whose parts are for their owners alone.
     """
     optimizer = engine.optimizer
-    if engine_state.shards_gradients(optimizer):
-        return tuple(
-            GradientGroup(
-                name=group.name,
-                exchange=GradientExchange(
-                    dtype if group.matrices else "fp32", config, replicas, device
-                ),
-                parameters=tuple(
-                    parameter_name(engine.param_names[p], layers) for p in group.parameters
-                ),
-                views=(),
-                numel=sum(p.numel() for p in group.parameters),
-                partition=int(optimizer.partition_size[i]),
-                compressed=group.matrices,
-            )
-            for i, group in enumerate(groups)
-        )
-    scattered = dist.get_world_size(optimizer.dp_process_group) > 1
+    bucketed = engine_state.takes_buckets(optimizer)
+    ranks = dist.get_world_size(replicas)
+    scattered = not bucketed and dist.get_world_size(optimizer.dp_process_group) > 1
     result = []
     for i, group in enumerate(groups):
-        exchange = GradientExchange(
-            dtype if group.matrices else "fp32", config, replicas, device, scattered=scattered
+        if bucketed:
+            partition = int(optimizer.partition_size[i])
+            bucket = min(ranks * partition, int(optimizer.reduce_bucket_size))
+            views: tuple[Tensor, ...] = ()
+            numel = ranks * partition
+            by_parts = goes_scattered(ranks, min(partition, bucket), bucket)
+        else:
+            partition, by_parts = 0, scattered
+            views = tuple(optimizer.fp32_groups_gradients[i])
+            numel = optimizer.fp32_groups_gradients_flat[i].numel()
+        exchange = GradientExchange(dtype, config, replicas, device, scattered=by_parts)
+        # The residual is state: a snapshot of the first step must hold it.
+        feedback = config.error_feedback and group.least == "fp8" and ranks > 1
+        made = GradientGroup(
+            name=group.name,
+            exchange=exchange,
+            parameters=tuple(
+                parameter_name(engine.param_names[p], layers) for p in group.parameters
+            ),
+            views=views,
+            numel=numel,
+            partition=partition,
+            least=group.least,
+            residual=torch.zeros(numel, dtype=torch.float32, device=device) if feedback else None,
+            counted=group.counted,
+            owned=_owned(optimizer, i, tensor) if scattered else None,
         )
-        if config.error_feedback and group.matrices:
-            # The residual is state: a snapshot of the first step must hold it.
-            exchange.reserve(optimizer.fp32_groups_gradients_flat[i].numel())
-        result.append(
-            GradientGroup(
-                name=group.name,
-                exchange=exchange,
-                parameters=tuple(
-                    parameter_name(engine.param_names[p], layers) for p in optimizer.bf16_groups[i]
-                ),
-                views=tuple(optimizer.fp32_groups_gradients[i]),
-                numel=sum(p.numel() for p in group.parameters),
-                compressed=group.matrices,
-                counted=group.counted,
-                owned=_owned(optimizer, i, tensor) if scattered else None,
-            )
-        )
+        made.take_dtype(dtype)
+        result.append(made)
     return tuple(result)
 
 
@@ -175,5 +192,5 @@ def _owned(optimizer: Any, i: int, tensor: TensorGroup | None) -> tuple[Tensor, 
     partition = optimizer.fp32_groups_gradient_flat_partition[i]
     # DeepSpeed maps the parameters that have elements in this rank's partition, and no others.
     mapped = [p for p in optimizer.bf16_groups[i] if p._hp_mapping is not None]
-    places = [p._hp_mapping.get_hp_fragment_address() for p in mapped if _counted(p, tensor)]
+    places = [p._hp_mapping.get_hp_fragment_address() for p in mapped if is_counted(p, tensor)]
     return tuple(partition.narrow(0, place.start, place.numel) for place in places)

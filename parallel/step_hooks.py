@@ -4,8 +4,9 @@ DeepSpeed's engines call these hooks once a step, on every rank and in this orde
 
 1. ``exchange``: find out which local gradients are non-finite, then average the flat
    gradient of each parameter group over the replicas. With a sharded optimizer (ZeRO 1) a
-   rank gets the mean of its own part alone. With sharded gradients (ZeRO 2) there is no flat
-   gradient, and ``reduce`` does this for each of DeepSpeed's buckets in every micro-batch.
+   rank gets the mean of its own part alone. DeepSpeedZeroOptimizer has no flat gradients, and
+   ``reduce`` does this for each of its buckets: once a step, or under ZeRO 2 in every
+   micro-batch.
 2. ``before_update``: reduce the FP8 layers' amax over all ranks of this stage.
 3. DeepSpeed takes the gradient norm, of a sharded gradient from ``owned_norm``; if it is not
    finite it leaves the update out.
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.config import EXCHANGE_BITS, ExchangeDtype
 from parallel.gradients import GradientExchange
 from parallel.precision.backend import LayerScope
 
@@ -60,18 +62,25 @@ class GradientGroup:
     parameters: tuple[str, ...]
     """Names, in the order in which the flat gradient holds them."""
     views: tuple[Tensor, ...]
-    """FP32 view of each parameter's gradient in the flat buffer; none under ZeRO 2."""
+    """View of each parameter's gradient in the flat buffer; none where gradients come in
+    buckets."""
     numel: int = 0
-    """Elements of the parameters together."""
+    """Elements of what is exchanged: the parameters and what pads their flat buffer."""
     partition: int = 0
-    """Under ZeRO 2, elements of the flat parameters that each replica owns."""
-    compressed: bool = True
-    """Whether the job's gradient dtype applies; otherwise it goes in FP32."""
+    """Where gradients come in buckets, elements of the flat parameters each replica owns."""
+    least: ExchangeDtype = "fp8"
+    """What it is exchanged in at least, whatever the job's gradients travel in."""
+    residual: Tensor | None = None
+    """Error feedback of the flat parameters, float32; None where it is off."""
     counted: bool = True
     """Whether DeepSpeed counts it in the gradient norm."""
     owned: tuple[Tensor, ...] | None = None
     """Where the optimizer is sharded over the replicas, and so the exchange scattered: what
     this rank owns of the gradients that DeepSpeed counts here; else None."""
+
+    def take_dtype(self, dtype: ExchangeDtype) -> None:
+        """Exchange in the job's ``dtype`` from here on, or in a wider one where it must be."""
+        self.exchange.dtype = max(dtype, self.least, key=EXCHANGE_BITS.__getitem__)
 
 
 class StepHooks:
@@ -116,10 +125,10 @@ class StepHooks:
         self._norms = list(torch._foreach_norm(views))
         self._carry_nonfinite(flats[0])
         self._calls += 1
+        self._keep_residuals()
         if self._exchanging:
-            self._residuals = [residual.clone() for residual in self._live_residuals()]
             for flat, group in zip(flats, self._groups, strict=True):
-                group.exchange.mean_(flat)
+                group.exchange.mean_(flat, residual=group.residual)
 
     def reduce(self, bucket: Tensor, pieces: Sequence[BucketPiece]) -> Tensor:
         """The mean over the replicas of a bucket of gradients; float32, of the same size.
@@ -133,6 +142,7 @@ class StepHooks:
             self._poison = False
         if not self._calls:
             self._norms = [bucket.new_zeros((), dtype=torch.float32) for _ in self._names()]
+            self._keep_residuals()
         self._calls += 1
         mean = bucket.float()
         parts = mean.split([piece.numel for piece in pieces])
@@ -154,25 +164,23 @@ class StepHooks:
     def _reduce_group(self, group: GradientGroup, parts: Sequence[tuple[int, Tensor]]) -> None:
         """Average ``parts`` in place, each with where it begins in the flat parameters."""
         rank, ranks = dist.get_rank(self._replicas), dist.get_world_size(self._replicas)
-        owned = [list(_within(parts, r * group.partition, group.partition)) for r in range(ranks)]
+        owned = _by_owner(parts, ranks, group.partition)
         widest = max(sum(piece.numel() for piece in row) for row in owned)
         numel = sum(part.numel() for _, part in parts)
-        # Rows as wide as the widest go once each, the whole goes twice without such padding.
-        # A bucket that few replicas own is slower the first way.
-        if ranks * widest < 2 * numel:
-            rows = parts[0][1].new_zeros((ranks, widest))
-            for row, pieces in zip(rows, owned, strict=True):
-                if pieces:
-                    torch.cat(pieces, out=row[: sum(piece.numel() for piece in pieces)])
-            group.exchange.mean_(rows.view(-1), scattered=True)
-            taken, means = owned[rank], rows[rank]
-        else:
-            means = torch.cat([part for _, part in parts])
-            group.exchange.mean_(means)
-            taken = [part for _, part in parts]
-        sizes = [piece.numel() for piece in taken]
-        if taken:
-            torch._foreach_copy_(taken, means[: sum(sizes)].split(sizes))
+        scattered = goes_scattered(ranks, widest, numel)
+        width = widest if scattered else numel
+        rows = owned if scattered else [[part for _, part in parts]]
+        means, residuals, residual = _flat_rows(rows, width), [], None
+        if group.residual is not None:
+            left = [(i, group.residual[i : i + part.numel()]) for i, part in parts]
+            owned = _by_owner(left, ranks, group.partition)
+            residuals = owned if scattered else [[piece for _, piece in left]]
+            residual = _flat_rows(residuals, width)
+        group.exchange.mean_(means, residual=residual, scattered=scattered)
+        _copy_back(means.split(width)[rank if scattered else 0], rows[rank if scattered else 0])
+        if residual is not None:
+            for row, pieces in zip(residual.split(width), residuals, strict=True):
+                _copy_back(row, pieces)
 
     @property
     def scattered(self) -> bool:
@@ -212,6 +220,7 @@ class StepHooks:
         if not applied:
             for residual, before in zip(self._live_residuals(), self._residuals, strict=True):
                 residual.copy_(before)
+        self._residuals = []
 
     def _carry_nonfinite(self, counted: Tensor) -> None:
         """Make ``counted`` NaN if a gradient that isn't in this rank's norm isn't finite."""
@@ -226,13 +235,13 @@ class StepHooks:
             # 0 for finite norms, so that nothing changes; NaN for Inf and NaN.
             counted[0] += torch.stack(unseen).mul_(0.0).sum()
 
+    def _keep_residuals(self) -> None:
+        """What error feedback is before this step, for one whose update is left out."""
+        self._residuals = [residual.clone() for residual in self._live_residuals()]
+
     def _live_residuals(self) -> list[Tensor]:
         """Error feedback of all groups; none when it is off."""
-        return [
-            residual
-            for group in self._groups
-            for residual in group.exchange.state_tensors().values()
-        ]
+        return [group.residual for group in self._groups if group.residual is not None]
 
     def nonfinite_parameters(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient on this rank was not finite, in this step.
@@ -244,6 +253,38 @@ class StepHooks:
 
     def _names(self) -> list[str]:
         return [name for group in self._groups for name in group.parameters]
+
+
+def goes_scattered(ranks: int, widest: int, numel: int) -> bool:
+    """Whether ``numel`` gradients, of which a rank owns ``widest`` at most, go in rows. Pure.
+
+    Rows as wide as the widest go once each, the whole goes twice without such padding: a bucket
+    that few replicas own is slower the first way.
+    """
+    return ranks * widest < 2 * numel
+
+
+def _flat_rows(rows: Sequence[Sequence[Tensor]], width: int) -> Tensor:
+    """[rows · width], each row's pieces one behind the other and zeros behind them."""
+    flat = next(piece for row in rows for piece in row).new_zeros(len(rows), width)
+    for row, pieces in zip(flat, rows, strict=True):
+        if pieces:
+            torch.cat(list(pieces), out=row[: sum(piece.numel() for piece in pieces)])
+    return flat.view(-1)
+
+
+def _copy_back(flat: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Copy to ``pieces`` what stands one behind the other at the beginning of ``flat``."""
+    if pieces:
+        sizes = [piece.numel() for piece in pieces]
+        torch._foreach_copy_(list(pieces), flat[: sum(sizes)].split(sizes))
+
+
+def _by_owner(
+    parts: Sequence[tuple[int, Tensor]], ranks: int, partition: int
+) -> list[list[Tensor]]:
+    """What of ``parts`` each rank owns, ``partition`` of the flat parameters each; views."""
+    return [list(_within(parts, rank * partition, partition)) for rank in range(ranks)]
 
 
 def _within(parts: Sequence[tuple[int, Tensor]], begin: int, numel: int) -> Iterator[Tensor]:

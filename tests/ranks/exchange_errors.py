@@ -105,12 +105,11 @@ def errors(
 def _errors(
     way: Way, mine: Tensor, exact: Tensor, rank: int, world_size: int, repeats: int
 ) -> Errors:
-    config = GradientExchangeConfig(
-        min_size=0, format=way.format, error_feedback=way.error_feedback
-    )
+    config = GradientExchangeConfig(min_size=0, format=way.format)
     group = dist.group.WORLD
     assert group is not None
     exchange = GradientExchange(way.dtype, config, group, scattered=way.scattered)
+    residual = torch.zeros_like(mine) if way.error_feedback else None
     share = mine.numel() // world_size
     # Of what all ranks hold alike each counts its own part, so that norms add up in both cases.
     part = slice(rank * share, (rank + 1) * share)
@@ -118,7 +117,7 @@ def _errors(
     first = None
     for _ in range(repeats):
         flat = mine.clone()
-        exchange.mean_(flat)
+        exchange.mean_(flat, residual=residual)
         total += flat[part].double()
         if first is None:
             first = flat[part].double()

@@ -92,8 +92,7 @@ def test_a_rollback_replays_to_the_bit_and_one_nan_skips_the_step_everywhere(
 
 
 def refused(rank: int, world_size: int) -> None:
-    feedback = GradientExchangeConfig(error_feedback=True)
-    for options in ({"pipeline": 2}, {"tensor": 2}, {"gradient_exchange": feedback}):
+    for options in ({"pipeline": 2}, {"tensor": 2}):
         with pytest.raises(ValueError, match="make it 1"):
             build(world_size, **(ZERO_2 | options))
     with pytest.raises(ValueError, match="only 0, 1 and 2"):

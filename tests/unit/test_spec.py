@@ -113,13 +113,9 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"gpus_per_node": 4}, "slots_per_node", "gpus_per_node is given too"),
         ({"parallelism__zero_stage": 2}, "parallelism.zero_stage", "pipeline"),
         (
-            {
-                "parallelism__zero_stage": 2,
-                "parallelism__pipeline": 1,
-                "gradient_exchange__error_feedback": True,
-            },
-            "parallelism.zero_stage",
-            "error feedback",
+            {"gradient_exchange__high_precision_parameters": ["head.weight", "layers.*.mlp.up"]},
+            "gradient_exchange.high_precision_parameters[1]",
+            "matches none of the",
         ),
         (
             {"parallelism__zero_stage": 2, "parallelism__pipeline": 1, "parallelism__tensor": 2},
@@ -406,7 +402,7 @@ def test_linear_names_are_those_of_the_model() -> None:
             "deepspeed.zero_optimization.offload_optimizer",
         ),
         ({"hybrid_engine": {"enabled": True}}, "deepspeed.hybrid_engine"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "deepspeed.data_types.grad_accum_dtype"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "deepspeed.data_types.grad_accum_dtype"),
         ({"tensorboard": {"enabled": True}}, "deepspeed.tensorboard"),
     ],
 )
