@@ -32,8 +32,8 @@ the long run's error where the exchange is scattered, and halves it where it is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,103 +41,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.config import EXCHANGE_BITS, ExchangeDtype, GradientExchangeConfig
-from parallel.precision import kernels
-from parallel.precision.formats import FORMATS, Float8Format, saturating_cast
-
-_NAN_BYTE = 255
-
-
-def block_quantize(
-    x: Tensor, payload: Tensor, scales: Tensor, format: Float8Format, error: Tensor
-) -> None:
-    """Quantize the float32 vector ``x`` into ``payload`` and ``scales``, uint8, in place.
-
-    ``scales`` is [blocks], ``payload`` [blocks · block] with at least the elements of ``x``;
-    what lies behind them is zero. ``error`` is float64 [2] and grows by the squared rounding
-    error and the squared norm of the finite blocks. Rounds to nearest even; blocks with an
-    Inf or NaN have scale byte 255 and payload 0; of values more than 2²⁷ below a block's
-    amax nothing is left, and of blocks below 2⁻¹³⁶ neither.
-    """
-    blocks = F.pad(x, (0, payload.numel() - x.numel())).view(scales.numel(), -1)
-    amax = blocks.abs().amax(1)
-    finite = torch.isfinite(amax)
-    # By a tensor: CUDA turns division by a number into a product with its reciprocal.
-    quotient = amax / torch.full_like(amax, format.max)
-    # The exponent of the quotient, one more if there is a mantissa: rounds up to a power of 2.
-    exponent = (quotient.view(torch.int32) + 0x7FFFFF) >> 23
-    exponent = torch.where(finite, exponent, 0)
-    scale = ((254 - exponent) << 23).view(torch.float32)
-    scaled = torch.where(finite[:, None], blocks, 0.0) * scale[:, None]
-    codes = saturating_cast(scaled, format)
-    scale_inv = (exponent << 23).view(torch.float32).double()
-    difference = codes.float() - scaled
-    for i, of in enumerate((difference, scaled)):
-        error[i] += (of.square().sum(1).double() * scale_inv.square()).sum()
-    payload.copy_(codes.view(torch.uint8).flatten())
-    scales.copy_(torch.where(finite, exponent, _NAN_BYTE))
-
-
-def block_dequantize(payload: Tensor, scales: Tensor, format: Float8Format) -> Tensor:
-    """float32 [blocks · block] values of ``block_quantize``'s bytes, exactly.
-
-    A code shifted into FP32's fields has an exponent too small by the difference of the
-    biases; one product mends that and normalizes subnormals, in far less time than a cast.
-    """
-    shift, mend = (20, 2.0**120) if format.name == "E4M3" else (21, 2.0**112)
-    code = payload.to(torch.int32)
-    bits = ((code & 0x7F) << shift) | ((code & 0x80) << 24)
-    values = bits.view(torch.float32).mul_(mend).view(scales.numel(), -1)
-    exponent = scales.to(torch.int32)
-    scale_inv = torch.where(exponent == _NAN_BYTE, 0x7FC00000, exponent << 23)
-    return values.mul_(scale_inv.view(torch.float32)[:, None]).flatten()
-
-
-class BlockCodec:
-    """Blocks to bytes and back: in C on CPU where there is a compiler, else in PyTorch."""
-
-    def __init__(self, format: Float8Format, block: int, library: ctypes.CDLL | None) -> None:
-        self.format = format
-        self.block = block
-        self._library = library
-
-    def quantize(self, x: Tensor, payload: Tensor, scales: Tensor, error: Tensor) -> None:
-        """``block_quantize`` in this codec's format."""
-        if self._library is None:
-            block_quantize(x, payload, scales, self.format, error)
-            return
-        self._library.octavo_block_quantize(
-            x.data_ptr(),
-            x.numel(),
-            scales.numel(),
-            self.block,
-            self.format.code,
-            payload.data_ptr(),
-            scales.data_ptr(),
-            error.data_ptr(),
-        )
-
-    def dequantize(self, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
-        """Write to ``out``, or add, as many values as it has elements."""
-        if self._library is None:
-            values = block_dequantize(payload, scales, self.format)[: out.numel()]
-            if add:
-                out.add_(values)
-            else:
-                out.copy_(values)
-            return
-        self._library.octavo_block_dequantize(
-            payload.data_ptr(),
-            scales.data_ptr(),
-            out.numel(),
-            self.block,
-            self.format.code,
-            add,
-            out.data_ptr(),
-        )
+from parallel.precision import exchange_casts
+from parallel.precision.formats import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +74,7 @@ class _Clock:
     wire_s: float = 0.0
     """Waiting for others and for bytes, after all work that could be done meanwhile."""
     dequantize_s: float = 0.0
+    """With the sum over ranks, its mean and the mean's rounding, which are one hop."""
 
     @contextlib.contextmanager
     def measure(self, what: str) -> Iterator[None]:
@@ -191,8 +100,8 @@ class GradientExchange:
         """``group`` is the replicas of this rank's parameters.
 
         ``scattered``: rank i takes the mean of the i-th of equal consecutive parts alone.
-        With ``compiled`` the casts on CPU are the C ones where a compiler is found; the
-        numbers are the same.
+        With ``compiled`` the casts are the fastest there are for the device
+        (``exchange_casts.choose``), else the plain ones; the numbers are the same.
         """
         self.config = config
         self.dtype = dtype
@@ -201,15 +110,23 @@ class GradientExchange:
         self._ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._device = torch.device(device)
-        on_cpu = self._device.type == "cpu"
-        library = kernels.load() if compiled and on_cpu and dtype == "fp8" else None
-        self._codec = BlockCodec(FORMATS[config.format.upper()], config.block, library)
+        self._compiled = compiled
         self._buckets: dict[tuple[int, bool], tuple[_Bucket, ...]] = {}
         self._bytes = 0
         self._uncompressed_bytes = 0
         self._error = torch.zeros(2, dtype=torch.float64, device=self._device)
-        self._unread = torch.zeros_like(self._error)
         self._clock = _Clock()
+        if dtype == "fp8":
+            # Now, and not in the first step: the ones in C may have to be built.
+            _ = self.casts
+
+    @functools.cached_property
+    def casts(self) -> exchange_casts.Casts:
+        """How blocks become bytes and come back."""
+        format = FORMATS[self.config.format.upper()]
+        return exchange_casts.choose(
+            self._device, format, self.config.block, compiled=self._compiled
+        )
 
     @property
     def dtype(self) -> ExchangeDtype:
@@ -225,7 +142,12 @@ class GradientExchange:
     def another(self, dtype: ExchangeDtype) -> GradientExchange:
         """One like this between the same ranks, with buffers and statistics of its own."""
         return GradientExchange(
-            dtype, self.config, self._group, self._device, scattered=self._scattered
+            dtype,
+            self.config,
+            self._group,
+            self._device,
+            scattered=self._scattered,
+            compiled=self._compiled,
         )
 
     @property
@@ -283,8 +205,6 @@ class GradientExchange:
 
     def _mean_fp8(self, flat: Tensor, residual: Tensor | None) -> None:
         x = flat.float()
-        if residual is not None:
-            x = x + residual
         result = flat if flat.dtype is torch.float32 else torch.empty_like(x)
         buckets = self._buckets_of(flat.numel(), scattered=False)
         _overlap(self._exchange(bucket, x, result, residual) for bucket in buckets)
@@ -297,10 +217,7 @@ class GradientExchange:
         parts = flat.view(self._ranks, -1)
         mine = parts[self._rank]
         if self._dtype == "fp8" and flat.numel() >= self.config.min_size:
-            residuals = None
-            if residual is not None:
-                residuals = residual.view_as(parts)
-                parts = parts + residuals
+            residuals = None if residual is None else residual.view_as(parts)
             buckets = self._buckets_of(flat.numel(), scattered=True)
             _overlap(self._scatter(bucket, parts, mine, residuals) for bucket in buckets)
         else:
@@ -313,8 +230,9 @@ class GradientExchange:
                 received = torch.empty_like(wire)
                 with self._clock.measure("wire_s"):
                     dist.all_to_all_single(received, wire, group=self._group)
-                for rank in self._others():
-                    mine[start : start + step].add_(received[rank])
+                for rank in range(self._ranks):
+                    if rank != self._rank:
+                        mine[start : start + step].add_(received[rank])
         mine.mul_(1.0 / self._ranks)
 
     def _scatter(
@@ -327,15 +245,8 @@ class GradientExchange:
         """
         here = slice(bucket.start, bucket.start + bucket.numel)
         with self._clock.measure("quantize_s"):
-            for rank in self._others():
-                x = parts[rank, here]
-                payload, scales = self._split(bucket.sent[rank])
-                self._codec.quantize(x, payload, scales, self._error)
-                if residuals is not None:
-                    kept = residuals[rank, here]
-                    self._codec.dequantize(payload, scales, kept, add=False)
-                    torch.sub(x, kept, out=kept)
-                    kept.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+            left = None if residuals is None else residuals[:, here]
+            self.casts.pack(parts[:, here], bucket.sent, self._error, left, self._rank)
         work = dist.all_to_all_single(
             bucket.received, bucket.sent, group=self._group, async_op=True
         )
@@ -343,12 +254,7 @@ class GradientExchange:
         yield
         self._wait(work)
         with self._clock.measure("dequantize_s"):
-            for rank in self._others():
-                payload, scales = self._split(bucket.received[rank])
-                self._codec.dequantize(payload, scales, mine[here], add=True)
-
-    def _others(self) -> Iterator[int]:
-        return (rank for rank in range(self._ranks) if rank != self._rank)
+            self.casts.add(bucket.received, mine[here], self._rank)
 
     def _exchange(
         self, bucket: _Bucket, x: Tensor, result: Tensor, residual: Tensor | None
@@ -356,24 +262,17 @@ class GradientExchange:
         """Average one bucket of ``x`` into ``result``; pauses while its bytes are on the wire."""
         here = slice(bucket.start, bucket.start + bucket.numel)
         with self._clock.measure("quantize_s"):
-            for piece, payload, scales in self._shares(x[here], bucket.sent):
-                self._codec.quantize(piece, payload, scales, self._error)
-            if residual is not None:
-                self._keep_residual(x[here], bucket.sent, residual[here])
+            left = None if residual is None else residual[here]
+            self.casts.pack(x[here], bucket.sent, self._error, left)
         work = dist.all_to_all_single(
             bucket.received, bucket.sent, group=self._group, async_op=True
         )
         yield
         self._wait(work)
-        with self._clock.measure("dequantize_s"):
-            for rank in range(self._ranks):
-                payload, scales = self._split(bucket.received[rank])
-                self._codec.dequantize(payload, scales, bucket.share, add=rank > 0)
-            bucket.share.mul_(1.0 / self._ranks)
         # The share's bytes go where its own row was sent from; that hop's error isn't counted.
         mine = bucket.sent[self._rank]
-        with self._clock.measure("quantize_s"):
-            self._codec.quantize(bucket.share, *self._split(mine), self._unread)
+        with self._clock.measure("dequantize_s"):
+            self.casts.mean(bucket.received, mine, bucket.share)
         work = dist.all_gather_single(
             bucket.gathered.view(-1), mine, group=self._group, async_op=True
         )
@@ -381,31 +280,12 @@ class GradientExchange:
         yield
         self._wait(work)
         with self._clock.measure("dequantize_s"):
-            for piece, payload, scales in self._shares(result[here], bucket.gathered):
-                self._codec.dequantize(payload, scales, piece, add=False)
+            self.casts.unpack(bucket.gathered, result[here])
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None, "an asynchronous collective of this group's own rank"
         with self._clock.measure("wire_s"):
             work.wait()
-
-    def _keep_residual(self, x: Tensor, sent: Tensor, residual: Tensor) -> None:
-        for piece, payload, scales in self._shares(residual, sent):
-            self._codec.dequantize(payload, scales, piece, add=False)
-        torch.sub(x, residual, out=residual)
-        # A non-finite step is left out, and must not come back with the next one.
-        residual.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
-
-    def _shares(self, x: Tensor, bytes_: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Each rank's part of ``x`` with its payload and scale bytes; parts may be empty."""
-        for rank, row in enumerate(bytes_):
-            payload, scales = self._split(row)
-            start = rank * payload.numel()
-            yield x[start : start + payload.numel()], payload, scales
-
-    def _split(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = row.numel() // (self.config.block + 1)
-        return row[: blocks * self.config.block], row[blocks * self.config.block :]
 
     def _buckets_of(self, numel: int, scattered: bool) -> tuple[_Bucket, ...]:
         """Made once for a size of gradient and a way to go."""

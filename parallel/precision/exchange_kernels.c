@@ -1,6 +1,6 @@
 /* The blocks that gradients travel in: FP32 to FP8 bytes with E8M0 scales, and back.
  *
- * Bit-equal to the plain PyTorch path of parallel/gradients.py; the tests compare them.
+ * Bit-equal to the plain PyTorch path of exchange_casts.py; the tests compare them.
  */
 #include "casts.h"
 
@@ -31,7 +31,7 @@ static inline __attribute__((always_inline)) void block_chunk(
     *norm = s;
 }
 
-/* Blocks of the gradient exchange: see block_quantize in parallel/gradients.py. n values of x
+/* Blocks of the gradient exchange: see block_quantize in exchange_casts.py. n values of x
  * fill the first of nblocks blocks, zeros the rest; error[0] and error[1] grow by the squared
  * rounding error and the squared norm of the finite blocks. A block's scale byte is the
  * exponent of its scale_inv, rounded up, 255 for NaN. */

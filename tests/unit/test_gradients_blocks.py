@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.gradients import BlockCodec, block_dequantize
 from parallel.precision import kernels
+from parallel.precision.exchange_casts import BlockCodec, block_dequantize
 from parallel.precision.formats import E4M3, E5M2, Float8Format
 
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
