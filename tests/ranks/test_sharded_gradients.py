@@ -9,7 +9,7 @@ import pytest
 from parallel.config import GradientExchangeConfig
 from tests.ranks.engine_runs import build
 from tests.ranks.launch_ranks import run_ranks
-from tests.ranks.test_sharded_optimizer import replay, train
+from tests.ranks.test_sharded_optimizer import train
 
 CUT = {"zero_optimization": {"reduce_bucket_size": 10_000}}
 """Several buckets a micro-batch, none of which ends where a partition does."""
@@ -72,23 +72,6 @@ def test_every_micro_batch_is_sent_in_half_of_bf16s_bytes(ranks: Ranks) -> None:
         assert 0.01 < fp8["relative_error"] < 0.05
         # A bucket that one replica owns goes as a whole.
         assert 1.3 * fp8["bytes"] < rank["cut"]["comm"]["bytes"] < 2.1 * fp8["bytes"]
-
-
-def replay_cut(rank: int, world_size: int, deepspeed: dict[str, Any]) -> dict[str, Any]:
-    return replay(rank, world_size, 1, **ZERO_2, deepspeed=deepspeed)
-
-
-@pytest.mark.parametrize(("world_size", "cut"), [(1, CUT), (2, CUT), (3, CUT), (2, {}), (3, {})])
-def test_a_rollback_replays_to_the_bit_and_one_nan_skips_the_step_everywhere(
-    world_size: int, cut: dict[str, Any]
-) -> None:
-    for rank, found in enumerate(run_ranks(replay_cut, world_size, cut)):
-        assert found["residuals"] == {}
-        assert found["replayed"] == found["expected"] != found["astray"]
-        assert found["same end"]
-        skipped, norm, names = found["poisoned"]
-        assert (skipped, norm) == (True, float("inf"))
-        assert bool(names) == (rank == world_size - 1)
 
 
 def refused(rank: int, world_size: int) -> None:
