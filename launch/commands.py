@@ -44,7 +44,8 @@ class SetPrecision:
 class SetExchange:
     """What gradients cross the network in, from the next step on."""
 
-    dtype: ExchangeDtype
+    dtype: ExchangeDtype | Literal["auto"]
+    """auto: measured by all ranks before that step; rank 0 tells what it came to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class BackendReport:
 @dataclass(frozen=True, slots=True)
 class ExchangeReport:
     """What gradients cross the network in under ``auto``; told by rank 0, once an attempt, where
-    the job's decision wasn't known when it was assigned."""
+    the job's decision wasn't known when it was assigned, and whenever it was told to measure."""
 
     attempt: int
     timeline: int

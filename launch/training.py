@@ -185,7 +185,10 @@ class TrainingLoop:
             elif isinstance(order, SetPrecision):
                 self._engine.set_precision(order.precision)
             elif isinstance(order, SetExchange):
-                self._engine.set_exchange(order.dtype)
+                if order.dtype == "auto":
+                    self._tell_exchange(self._engine.choose_exchange(self._world))
+                else:
+                    self._engine.set_exchange(order.dtype)
             else:
                 self._stop = order
         return restoring_s
@@ -350,6 +353,10 @@ class TrainingLoop:
         else:
             was = f"so it was in the state of step {self._step}"
             choice = ExchangeChoice(self._engine.exchange_dtype, was)
+        self._tell_exchange(choice)
+
+    def _tell_exchange(self, choice: ExchangeChoice) -> None:
+        a = self._assignment
         logger.info("attempt %d: gradients in %s: %s", a.attempt, choice.dtype, choice.reason)
         if a.rank == 0:
             told = (a.attempt, self._timeline, a.rank, self._step, time.time())

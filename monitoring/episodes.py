@@ -25,6 +25,8 @@ HEADLINES = {
     "restart": "Restarted the ranks{where}",
     "pause": "Paused for a person",
     "fail": "Gave up",
+    "precision": "Layers moved",
+    "exchange_auto": "Gradient exchange to be measured",
 }
 
 """What an action did; ``{where}`` is `` to step N`` or nothing."""
@@ -32,9 +34,15 @@ HEADLINES = {
 TROUBLES = {
     "nonfinite": "non-finite gradient",
     "loss_spike": "loss spike",
+    "slow_divergence": "slow divergence",
     "grad_norm_spike": "gradient norm spike",
     "amax_saturation": "FP8 saturation",
+    "amax_surge": "amax surge",
+    "projected_overflow": "projected FP8 overflow",
+    "underflow": "FP8 underflow",
+    "frozen_scale": "frozen FP8 scale",
     "exchange_error": "coarse gradient exchange",
+    "replica_disagreement": "replicas disagree",
     "rank_died": "rank died",
     "rank_hung": "rank hung",
     "supervisor_lost": "supervisor lost",
@@ -67,7 +75,9 @@ class Episode:
             return "Seen"
         kind = str(self.action["kind"])
         where = "" if self.to_step is None else f" to step {self.to_step}"
-        return HEADLINES[kind].format(where=where) if kind in HEADLINES else kind
+        done = HEADLINES[kind].format(where=where) if kind in HEADLINES else kind
+        asked = self.action.get("asked")
+        return f"{done}, as {asked['by']} asked" if asked else done
 
 
 def _to_step(view: JobView, action: Row | None) -> int | None:

@@ -84,14 +84,16 @@ def _lead(summary: Row) -> str:
     if summary["final_loss"] is not None:
         told += f", loss {_value(summary['final_loss'], 3)}"
     back = summary["rollbacks"] + summary["restarts"]
+    by_hand = sum(a.get("asked_by") is not None for a in summary["actions"])
+    orders = f" {_count(by_hand, 'order')} by a person." if by_hand else ""
     if not summary["incidents"]:
-        return f"{told}, without an incident."
+        return f"{told}, without an incident.{orders}"
     steps = {(i["attempt"], i["timeline"], i["step"]) for i in summary["incidents"]}
     troubles = _count(len(steps), "trouble")
     cost = f"{_count(summary['steps_lost'], 'step')} redone" if back else "no step redone"
     seconds = summary["time_to_recover_s"]
     speed = f", back in training after {_value(seconds, 3)} s" if seconds is not None else ""
-    return f"{told}. {troubles} handled without a person: {cost}{speed}."
+    return f"{told}. {troubles} handled without a person: {cost}{speed}.{orders}"
 
 
 def _tiles(summary: Row) -> str:

@@ -183,5 +183,7 @@ def _short_action(view: JobView, row: Row) -> dict[str, Any]:
     precision: Mapping[str, str] = row.get("precision", {})
     short["precision"] = dict(precision)
     short["skip_batches"] = list(row.get("skip_batches", ()))
+    asked: Mapping[str, str] = row.get("asked") or {}
+    short["asked_by"] = asked.get("by")
     short["passed_over"] = [dict(p) for p in row.get("passed_over", ())]
     return short

@@ -40,6 +40,7 @@ WORST_TENSORS = 8
 """Tensors with scalars of their own in each step."""
 
 _SERIOUS = frozenset({"pause", "fail"})
+"""Actions that raise an alert: the job needs a person, or one has stopped it."""
 
 
 def logged_in(environ: Mapping[str, str] | None = None) -> bool:
@@ -254,7 +255,8 @@ class WandbRun:
             self._run.alert(
                 title=f"{self.job}: {action['kind']} at step {action['step']}",
                 text=action["reason"],
-                level="ERROR",
+                # Who paused it knows; whoever watches learns.
+                level="INFO" if action.get("asked") else "ERROR",
                 wait_duration=0,
             )
         self._tables_changed = True
@@ -277,7 +279,7 @@ class WandbRun:
             data=[_incident_row(row) for row in self._incidents],
         )
         actions = wandb.Table(
-            columns=["step", "kind", "to_step", "reason", "precision", "passed_over"],
+            columns=["step", "kind", "to_step", "reason", "precision", "passed_over", "asked_by"],
             data=[_action_row(row) for row in self._actions],
         )
         self._run.log(
@@ -308,4 +310,5 @@ def _action_row(row: Row) -> list[Any]:
         row["reason"],
         precision,
         passed,
+        (row.get("asked") or {}).get("by", ""),
     ]

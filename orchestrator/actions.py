@@ -28,7 +28,11 @@ ActionKind = Literal[
     "restart",
     "pause",
     "fail",
+    "precision",
+    "exchange_auto",
 ]
+"""``precision`` and ``exchange_auto`` are asked for by people only; what a person asks for
+besides has the kind that the ladder gives it, with ``Action.asked``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,16 @@ class PassedOver:
 
     rung: ActionKind
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who asked for an action. What a person asks for charges no budget of the policy."""
+
+    by: str
+    key: str
+    """Of the control that asked for it (``orchestrator.controls.Control``)."""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,7 @@ class Action:
     reason: str
     """One sentence for a person."""
     incidents: tuple[Incident, ...] = ()
-    """What it answers; empty for a return to FP8."""
+    """What it answers; empty for a return to FP8, and for what a person asked for."""
     to_step: int | None = None
     """Step that training goes back to. With ``in_place`` False it is the newest step that
     the next attempt may start from; None: the newest that there is."""
@@ -67,6 +81,8 @@ class Action:
     exchange: ExchangeDtype | None = None
     """What gradients cross the network in from now on; None: unchanged."""
     passed_over: tuple[PassedOver, ...] = ()
+    asked: Asked | None = None
+    """Who asked for it; None: the policy decided."""
 
     def to_json(self) -> dict[str, Any]:
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -74,6 +90,7 @@ class Action:
         row["skip_batches"] = list(self.skip_batches)
         row["precision"] = dict(self.precision)
         row["passed_over"] = [{"rung": p.rung, "why": p.why} for p in self.passed_over]
+        row["asked"] = None if self.asked is None else dataclasses.asdict(self.asked)
         return row
 
     @classmethod
@@ -83,6 +100,8 @@ class Action:
         values["skip_batches"] = tuple(values["skip_batches"])
         values["precision"] = dict(values["precision"])
         values["passed_over"] = tuple(PassedOver(**p) for p in values["passed_over"])
+        asked = values.get("asked")
+        values["asked"] = None if asked is None else Asked(**asked)
         return cls(**values)
 
 

@@ -10,6 +10,12 @@
     GET  /v1/jobs/{job}/logs      ?rank=&attempt=&offset=&wait=
     POST /v1/jobs/{job}/cancel    {reason}
     POST /v1/jobs/{job}/resume    {reason}
+    POST /v1/jobs/{job}/pause     {key, by, reason}, and so the next three
+    POST /v1/jobs/{job}/rollback  {to_step, skip}
+    POST /v1/jobs/{job}/precision {layers, to}
+    POST /v1/jobs/{job}/exchange  {to}
+    GET  /v1/jobs/{job}/controls  what was asked by these, and what became of it
+    GET  /v1/jobs/{job}/controls/{key}   ?wait=
     GET  /healthz                 without a token
 
 Promises: everything under /v1 wants the bearer token (401 without, 403 with a wrong one);
@@ -26,6 +32,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +42,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as AnyHTTPException
 
+from orchestrator.api_controls import Wait, add_controls
 from orchestrator.api_guard import Guard
 from orchestrator.controller import Controller
 from orchestrator.lifecycle import JobState, TransitionRefused, nothing_to_do
@@ -44,16 +52,19 @@ from orchestrator.spec_backend import backend_of
 from orchestrator.spec_completion import slots_per_node
 from orchestrator.spec_errors import SpecError
 from orchestrator.store import Store
+from orchestrator.store_controls import (
+    ControlConflictError,
+    ControlRefusedError,
+    UnknownControlError,
+)
 from orchestrator.store_rows import JobRow, UnknownJobError
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 30.0
 PAGE = 500
 LOG_CHUNK = 256 * 1024
 """Bytes of a log in one answer."""
 
-Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT_S)]
 After = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(ge=1, le=5000)]
 
@@ -96,6 +107,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     _add_errors(app)
     _add_commands(app, controller)
     _add_reads(app, controller)
+    add_controls(app, controller, partial(resolve, controller.store))
     return app
 
 
@@ -328,8 +340,14 @@ def _add_errors(app: FastAPI) -> None:
         told = f"{count} problem{'s' * (count > 1)} in the job file"
         return _error(422, told, [p.to_json() for p in error.problems])
 
+    @app.exception_handler(ControlConflictError)
+    @app.exception_handler(ControlRefusedError)
+    def in_vain(_: Request, error: Exception) -> JSONResponse:
+        return _error(409, str(error))
+
+    @app.exception_handler(UnknownControlError)
     @app.exception_handler(UnknownJobError)
-    def unknown(_: Request, error: UnknownJobError) -> JSONResponse:
+    def unknown(_: Request, error: Exception) -> JSONResponse:
         return _error(404, str(error))
 
     @app.exception_handler(AmbiguousJobError)

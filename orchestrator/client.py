@@ -12,8 +12,9 @@ and longer while following.
 from __future__ import annotations
 
 import os
+import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -130,6 +131,46 @@ class Client:
         """Queue a paused job again."""
         return self._post(_path(job, "resume"), {"reason": reason})
 
+    def rollback(
+        self, job: str, to_step: int, skip: Sequence[int] = (), **ask: Any
+    ) -> dict[str, Any]:
+        """Go back to the snapshot or checkpoint of ``to_step``, leaving out ``skip``'s batches.
+
+        This and the next three return the control as accepted, with its ``key``, or as
+        answered; ``answer`` waits for what becomes of it. ``ask``: ``by``, ``reason``, ``key``.
+        """
+        return self._control(job, "rollback", {"to_step": to_step, "skip": list(skip)}, ask)
+
+    def precision(self, job: str, layers: Sequence[str], to: str, **ask: Any) -> dict[str, Any]:
+        """Move the linears that ``layers``' patterns match to ``bf16`` or ``fp8``."""
+        return self._control(job, "precision", {"layers": list(layers), "to": to}, ask)
+
+    def exchange(self, job: str, to: str, **ask: Any) -> dict[str, Any]:
+        """What gradients cross the network in: ``fp8``, ``bf16`` or, by measurement, ``auto``."""
+        return self._control(job, "exchange", {"to": to}, ask)
+
+    def pause(self, job: str, **ask: Any) -> dict[str, Any]:
+        """Stop after a checkpoint and give the nodes back; ``resume`` goes on exactly there."""
+        return self._control(job, "pause", {}, ask)
+
+    def control(self, job: str, key: str, wait: float = 0) -> dict[str, Any]:
+        """What became of a control: ``state`` accepted, applied or refused, ``message``, ``step``.
+
+        Held back up to ``wait`` seconds until there is an answer.
+        """
+        return self._get(_path(job, "controls", key), wait=wait)
+
+    def controls(self, job: str) -> list[dict[str, Any]]:
+        """All that was asked of a job, oldest first."""
+        return list(self._get(_path(job, "controls"))["controls"])
+
+    def answer(self, job: str, key: str) -> dict[str, Any]:
+        """Wait for what becomes of a control, through restarts of the controller too."""
+        while True:
+            found = self.patiently(self.control, job, key, POLL_S)
+            if found["state"] != "accepted":
+                return found
+
     def events(self, job: str, after: int = 0, wait: float = 0) -> dict[str, Any]:
         """A page ``{events, next, state, settled}``."""
         return self._get(_path(job, "events"), after=after, wait=wait)
@@ -196,6 +237,13 @@ class Client:
         timeout = TIMEOUT_S + float(params.get("wait", 0))
         return self._ask("GET", path, params=params, timeout=timeout)
 
+    def _control(
+        self, job: str, kind: str, order: Mapping[str, Any], ask: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        # With a key it is done once, so that it may be said again where an answer was lost.
+        body = {"key": secrets.token_hex(8), **order, **ask}
+        return self._ask("POST", _path(job, kind), json=body, timeout=TIMEOUT_S, repeatable=True)
+
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("POST", path, json=body, timeout=TIMEOUT_S)
 
@@ -208,7 +256,9 @@ class Client:
                 raise ServerError(f"{self.url} is no Octavo controller") from None
         raise _error_of(answer, self.url)
 
-    def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    def _answer(
+        self, method: str, path: str, *, repeatable: bool = False, **kwargs: Any
+    ) -> httpx.Response:
         """The response; where the host of our home runs, the controller's restart is waited for."""
         deadline = time.monotonic() + RESTART_S
         while True:
@@ -218,7 +268,9 @@ class Client:
                 detail = str(error) or type(error).__name__
                 # A question may be asked twice; an order only if nobody can have heard it.
                 lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
-                again = isinstance(error, httpx.ConnectError) or (lost and method == "GET")
+                again = isinstance(error, httpx.ConnectError) or (
+                    lost and (repeatable or method == "GET")
+                )
             if not self._restarts():
                 raise UnreachableError(f"no controller answers at {self.url}: {detail}")
             if not again or time.monotonic() > deadline:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestrator.controls import Control, in_vain, refused_at_once
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.node_groups import NodeGroups, fit, need_of
@@ -33,6 +34,7 @@ from orchestrator.spec_errors import Source
 from orchestrator.spec_storage import check_storage, no_job_directory
 from orchestrator.spec_trial import check_factory_model
 from orchestrator.store import Store
+from orchestrator.store_controls import ControlRefusedError, ControlRow
 from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords, Presence, Supervisors
 
@@ -76,6 +78,7 @@ class Controller:
         self._since: dict[tuple[str, str], float] = {}
         self._stops: set[str] = set()
         self._told: dict[str, str] = {}
+        self._open: dict[str, list[Control]] = {}
 
     # -- what clients ask
 
@@ -118,6 +121,22 @@ class Controller:
         self.store.change(job, Cause.RESUME_ASKED, reason, self._clock())
         self._notify()
         return self.store.job(job)
+
+    def ask(self, job: str, control: Control) -> ControlRow:
+        """Take in what a person asks of a running job; durable on return.
+
+        It is done, or answered with why not, whatever restarts in between. Raises
+        ``ControlRefusedError`` for what is known to be in vain, and ``ControlConflictError``.
+        """
+        row = self.store.job(job)
+        if not self.store.knows_control(job, control.key):
+            refused = in_vain(job, row.state, control.kind)
+            refused = refused or refused_at_once(control, row.spec, row.step)
+            if refused:
+                raise ControlRefusedError(refused)
+        asked = self.store.ask(job, control)
+        self._notify()
+        return asked
 
     def changes(self) -> int:
         """How often something was stored in this process' life."""
@@ -167,6 +186,7 @@ class Controller:
     def step(self, now: float) -> None:
         """One pass: each job that isn't at rest takes one transition at most."""
         rows = self.store.jobs_to_tend()
+        self._open = self.store.open_controls()
         moved = False
         for row in rows:
             if row.state.holds_nodes:
@@ -249,6 +269,9 @@ class Controller:
         if row.state is JobState.CANCELLING:
             return self._tend_cancelling(row, presence, now)
         if presence is Presence.WORKING:
+            if row.id in self._open:
+                # Until it has answered: whichever supervisor has the job gets to know.
+                self._supervisors.control(row.id, self._open[row.id])
             return False
         if presence is Presence.DONE:
             words = self._supervisors.last_words(row.id)

@@ -21,13 +21,19 @@ SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation"})
 
 
 def count(history: History, kind: ActionKind) -> int:
-    """Actions of that kind in the job's life."""
-    return sum(action.kind == kind for action in history.actions)
+    """Actions of that kind that the policy took in the job's life."""
+    return sum(action.kind == kind and action.asked is None for action in history.actions)
 
 
 def restarts(history: History) -> int:
     """Attempts that recovery has cost so far."""
-    return sum(is_restart(action) for action in history.actions)
+    return sum(is_restart(action) and action.asked is None for action in history.actions)
+
+
+def kept_by_hand(history: History) -> set[str]:
+    """Layers that a person put into BF16, and nobody has moved since: the policy leaves them."""
+    newest = {name: (p, a.asked) for a in history.actions for name, p in a.precision.items()}
+    return {name for name, (p, asked) in newest.items() if p == "bf16" and asked is not None}
 
 
 def is_restart(action: Action) -> bool:
@@ -83,10 +89,12 @@ def skips_in_a_row(step: int, history: History) -> tuple[Action, ...]:
     """The skip_step actions of the steps right before ``step``, newest first.
 
     Incidents are decided in order of steps, so the newest actions are the ones to look
-    at; anything else in between (a rollback, a restart) begins a new row.
+    at; a way back in between (a rollback, a restart) begins a new row.
     """
     row: list[Action] = []
     for action in reversed(history.actions):
+        if action.asked is not None and action.to_step is None:
+            continue  # what a person changes does not undo what the steps showed
         if action.kind != "skip_step" or action.incidents[0].step != step - len(row) - 1:
             break
         row.append(action)

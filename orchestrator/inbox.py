@@ -21,6 +21,11 @@ class Inbox:
         self._changed = threading.Condition()
         self._woken = False
 
+    @property
+    def empty(self) -> bool:
+        """Whether all that came was read."""
+        return not self._reports
+
     def put(self, reports: Sequence[Report], timeout_s: float = 30.0) -> None:
         """Add; waits up to ``timeout_s`` for room."""
         with self._changed:

@@ -34,6 +34,8 @@ class JobFacts:
         """What gradients cross the network in; None: not decided yet."""
         self.fired_drills: set[int] = set(resume.fired_drills)
         self.fp8_layers: tuple[str, ...] = ()
+        self.fixed_layers: tuple[str, ...] = ()
+        """Linears that stay in BF16 by the spec; known with ``fp8_layers``."""
         self.batches: OrderedDict[int, int] = OrderedDict()
         """Batch of each step up to ``step``; beyond it, of the timeline before."""
         self.last_incident_step: int | None = max(
@@ -50,6 +52,8 @@ class JobFacts:
             self.batches.popitem(last=False)
         if not self.fp8_layers and self._runs_fp8 and record.tensors:
             self.fp8_layers = self._switchable(record)
+            fixed = set(record.high_precision_layers) - set(self.precision)
+            self.fixed_layers = tuple(sorted(fixed))
 
     def apply(self, action: Action) -> None:
         """Take in an action that is stored."""

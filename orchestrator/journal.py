@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from monitoring.job_view import JobView
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
+from orchestrator.controls import ControlAnswer
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.notices import Notice, backend_chosen, backend_detail, decided, seen
 from orchestrator.outbox import Outbox, Told
@@ -119,6 +120,10 @@ class Journal:
         """An event; with a transition it goes out at once."""
         event = self._noted(notice, now)
         self._outbox.tell(Told(event=event, transition=transition), urgent=transition is not None)
+
+    def answered(self, answer: ControlAnswer, notice: Notice, now: float) -> None:
+        """What became of a control; goes out at once."""
+        self._outbox.tell(Told(event=self._noted(notice, now), answer=answer), urgent=True)
 
     def chosen(self, choice: BackendChoice, now: float) -> None:
         """What the ranks run their linears on; an event where it wasn't foretold."""

@@ -44,6 +44,8 @@ class Cause(Enum):
     CANCEL_ASKED = "cancel asked"
     ENDED = "ranks ended"
     RESUME_ASKED = "resume asked"
+    PAUSE_ASKED = "pause asked"
+    CONTROL_ASKED = "way back asked"
 
 
 def _transitions() -> dict[tuple[JobState, Cause], JobState]:
@@ -63,6 +65,7 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
         (st, Cause.FIRST_STEP): ru,
         (re_, Cause.FIRST_STEP): ru,
         (re_, Cause.RECOVERED): ru,
+        (q, Cause.PAUSE_ASKED): pa,
         (pa, Cause.RESUME_ASKED): q,
         (pa, Cause.CANCEL_ASKED): JobState.CANCELLED,
         # What it saved is kept, so a person may change their mind.
@@ -77,14 +80,28 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
             (state, Cause.STEPS_DONE): JobState.SUCCEEDED,
             # `recovery.on_exhausted: fail` ends with ERROR instead.
             (state, Cause.BUDGET_SPENT): pa,
+            (state, Cause.PAUSE_ASKED): pa,
+            (state, Cause.CONTROL_ASKED): re_,
             (state, Cause.ERROR): JobState.FAILED,
             (state, Cause.CANCEL_ASKED): ca,
         }
     # What a supervisor says while it doesn't know yet that the job is being cancelled
     # changes nothing; whatever ends the ranks ends the job as asked.
-    for cause in (Cause.FIRST_STEP, Cause.INCIDENT, Cause.RECOVERED, Cause.RANK_LOST):
+    for cause in (
+        Cause.FIRST_STEP,
+        Cause.INCIDENT,
+        Cause.RECOVERED,
+        Cause.RANK_LOST,
+        Cause.CONTROL_ASKED,
+    ):
         table[ca, cause] = ca
-    for cause in (Cause.ENDED, Cause.ERROR, Cause.SUPERVISOR_LOST, Cause.BUDGET_SPENT):
+    for cause in (
+        Cause.ENDED,
+        Cause.ERROR,
+        Cause.SUPERVISOR_LOST,
+        Cause.BUDGET_SPENT,
+        Cause.PAUSE_ASKED,
+    ):
         table[ca, cause] = JobState.CANCELLED
     table[ca, Cause.STEPS_DONE] = JobState.SUCCEEDED
     return table

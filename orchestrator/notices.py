@@ -12,6 +12,7 @@ from typing import Any
 from launch.commands import CopyFailed, DrillReport, RestorePoint
 from monitoring.records import Incident
 from orchestrator.actions import Action
+from orchestrator.controls import Control, ControlAnswer
 from orchestrator.way_back import WayBack
 from parallel.precision.choice import BackendChoice
 
@@ -148,6 +149,24 @@ def decided(action: Action) -> Notice:
             "precision": dict(action.precision),
             "lr_scale": action.lr_scale,
             "exchange": action.exchange,
+            "asked_by": None if action.asked is None else action.asked.by,
+            "control": None if action.asked is None else action.asked.key,
             "passed_over": [f"{p.rung}: {p.why}" for p in action.passed_over],
         },
     )
+
+
+def answered(control: Control, answer: ControlAnswer) -> Notice:
+    """What became of something that a person asked for."""
+    message = answer.message.rstrip(". ")
+    if answer.state == "refused":
+        message = f"The {control.kind} that {control.by} asked for is refused: {message}"
+    else:
+        message = f"The {control.kind} that {control.by} asked for is done: {message}"
+    detail = {
+        "control": control.key,
+        "kind": control.kind,
+        "asked_by": control.by,
+        "step": answer.step,
+    }
+    return Notice(f"control_{answer.state}", f"{message}.", detail)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.actions import Action
+from orchestrator.controls import ControlAnswer
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import (
     ControllerPort,
@@ -49,6 +50,7 @@ class Told:
     context: StepContext | None = None
     incident: Mapping[str, Any] | None = None
     action: Action | None = None
+    answer: ControlAnswer | None = None
     transition: tuple[JobState, Cause] | None = None
     detector_state: Mapping[str, Any] | None = None
 
@@ -170,6 +172,7 @@ def batch_of(sequence: int, told: list[Told]) -> SupervisorBatch:
         contexts=tuple(t.context for t in told if t.context is not None),
         incidents=tuple(t.incident for t in told if t.incident is not None),
         actions=tuple(t.action for t in told if t.action is not None),
+        answers=tuple(t.answer for t in told if t.answer is not None),
         transition=transitions[-1] if transitions else None,
         detector_state=states[-1] if states else None,
     )

@@ -7,10 +7,11 @@ refused, so that no two attempts write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from orchestrator.controls import Control, ControlAnswer
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.recovery import Action
 from orchestrator.spec import JobSpec
@@ -94,6 +95,8 @@ class SupervisorBatch:
     incidents: tuple[Mapping[str, Any], ...] = ()
     """``Incident.to_json()``."""
     actions: tuple[Action, ...] = ()
+    answers: tuple[ControlAnswer, ...] = ()
+    """What became of controls; one that was answered before keeps its answer."""
     transition: tuple[JobState, Cause] | None = None
     """The job's new state, checked against the lifecycle table."""
     detector_state: Mapping[str, Any] | None = None
@@ -182,6 +185,9 @@ class SupervisorPort(Protocol):
 
     def stop(self, reason: str) -> None:
         """End the ranks after a durable checkpoint, then report ``(CANCELLED, ENDED)``; at once."""
+
+    def control(self, controls: Sequence[Control]) -> None:
+        """What people ask for, in order; comes again and again until a batch answers it."""
 
     def ping(self) -> bool:
         """Whether ``run`` is still going; False after it has returned or raised."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from monitoring.records import Incident
 from orchestrator.actions import Action, ActionKind, History, PassedOver, Restorable
 from orchestrator.config import RecoveryConfig
-from orchestrator.evidence import LOST_RANK
+from orchestrator.evidence import LOST_RANK, count, kept_by_hand
 from orchestrator.rungs import (
     ExchangeBF16,
     Exhausted,
@@ -85,9 +85,18 @@ def return_to_fp8(history: History, policy: RecoveryConfig) -> Action:
     """Layers back to FP8 after ``calm_steps`` healthy steps, or ``none`` with the reason.
 
     Counted from the newest of the last incident and the last move to BF16. A layer that
-    was moved to BF16 again after its return stays there.
+    was moved to BF16 again after its return stays there, and so does one that a person put
+    there.
     """
-    fallen = [name for name, precision in history.precision.items() if precision == "bf16"]
+    by_hand = kept_by_hand(history)
+    fallen = [
+        name
+        for name, precision in history.precision.items()
+        if precision == "bf16" and name not in by_hand
+    ]
+    if not fallen and by_hand & set(history.precision):
+        reason = f"{', '.join(sorted(by_hand & set(history.precision)))} in BF16 by hand."
+        return drafted("none", (), history, reason)
     if not fallen:
         return drafted("none", (), history, "All layers have the spec's precision.")
     staying = fallen_again(history)
@@ -119,10 +128,14 @@ def exchange_to_fp8(history: History, policy: RecoveryConfig) -> Action:
     Counted from the newest of the last incident and the last fallback. Once the budget of
     fallbacks is spent it stays in BF16: nothing could be done about it again.
     """
-    moves = [a for a in history.actions if a.kind in ("exchange_bf16", "exchange_fp8")]
-    if not moves or moves[-1].kind == "exchange_fp8":
+    kinds = ("exchange_bf16", "exchange_fp8", "exchange_auto", "exchange_chosen")
+    moves = [a for a in history.actions if a.kind in kinds]
+    if not moves or moves[-1].kind != "exchange_bf16":
         return drafted("none", (), history, "The gradient exchange has not fallen back.")
-    fallbacks = sum(action.kind == "exchange_bf16" for action in moves)
+    if (asked := moves[-1].asked) is not None:
+        reason = f"The gradient exchange was put into BF16 by {asked.by}, and stays there."
+        return drafted("none", (), history, reason)
+    fallbacks = count(history, "exchange_bf16")
     if fallbacks >= policy.max_exchange_fallbacks:
         reason = (
             f"The gradient exchange stays in BF16: {fallbacks} of "
@@ -140,12 +153,18 @@ def exchange_to_fp8(history: History, policy: RecoveryConfig) -> Action:
 
 
 def fallen_again(history: History) -> set[str]:
-    """Layers that went to BF16, came back, and went again."""
+    """Layers that went to BF16, came back, and went again.
+
+    What a person moves has not failed, and what a person brings back begins anew.
+    """
     returned: set[str] = set()
     again: set[str] = set()
     for action in history.actions:
         for name, precision in action.precision.items():
-            if precision == "fp8":
+            if action.asked is not None:
+                returned.discard(name)
+                again.discard(name)
+            elif precision == "fp8":
                 returned.add(name)
             elif name in returned:
                 again.add(name)

@@ -20,6 +20,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from monitoring.records import Incident
 from orchestrator.actions import Action
+from orchestrator.controls import Control, in_vain
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.protocol import (
     Acknowledgement,
@@ -33,6 +34,16 @@ from orchestrator.protocol import (
 )
 from orchestrator.resume import fired_drills, standing
 from orchestrator.spec import JobSpec, spec_data
+from orchestrator.store_controls import (
+    ControlConflictError,
+    ControlRefusedError,
+    ControlRow,
+    UnknownControlError,
+    add_control,
+    open_controls,
+    stored_control,
+    stored_controls,
+)
 from orchestrator.store_rows import (
     JobRow,
     UnknownJobError,
@@ -260,6 +271,59 @@ class Store:
         with self._write() as db:
             row = stored_job(db, job)
             store_batch(db, row, row["attempt"], batch, time)
+
+    # -- what people ask of running jobs
+
+    def ask(self, job: str, control: Control) -> ControlRow:
+        """Store a control; asked again under its key, the one that is there.
+
+        Raises ``ControlConflictError`` for a key that asked for something else, and
+        ``ControlRefusedError`` for a job that isn't running. The pause of a queued job is
+        done at once.
+        """
+        with self._write() as db:
+            row = stored_job(db, job)
+            if (known := stored_control(db, job, control.key)) is not None:
+                if not known.control.same_order(control):
+                    raise ControlConflictError(control.key)
+                return known
+            state = state_named(row["state"])
+            if refused := in_vain(job, state, control.kind):
+                raise ControlRefusedError(refused)
+            add_control(db, job, control)
+            if state is JobState.QUEUED:
+                told = f"paused by {control.by} while it waited for nodes"
+                after = next_state(state, Cause.PAUSE_ASKED)
+                set_state(db, row, Cause.PAUSE_ASKED, after, told, control.time, {})
+            found = stored_control(db, job, control.key)
+        assert found is not None
+        return found
+
+    def knows_control(self, job: str, key: str) -> bool:
+        """Whether something was asked of the job under this key."""
+        with self._read() as db:
+            return stored_control(db, job, key) is not None
+
+    def control(self, job: str, key: str) -> ControlRow:
+        """What became of a control; raises ``UnknownControlError``."""
+        with self._read() as db:
+            found = stored_control(db, job, key)
+        if found is None:
+            raise UnknownControlError(job, key)
+        return found
+
+    def controls(self, job: str) -> list[ControlRow]:
+        """All that was asked of a job, oldest first."""
+        with self._read() as db:
+            return stored_controls(db, job)
+
+    def open_controls(self) -> dict[str, list[Control]]:
+        """What waits for an answer, by job, oldest first."""
+        found: dict[str, list[Control]] = {}
+        with self._read() as db:
+            for row in open_controls(db):
+                found.setdefault(row.job, []).append(row.control)
+        return found
 
     # -- what is read back
 

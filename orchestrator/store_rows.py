@@ -15,8 +15,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, RowMapping
 
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
+from orchestrator.notices import answered
 from orchestrator.protocol import EventDraft, NodeSlot, SupervisorBatch
 from orchestrator.spec import JobSpec
+from orchestrator.store_controls import answer_controls, answer_the_rest
 from orchestrator.store_tables import actions, attempts, contexts, events, incidents, jobs, steps
 
 
@@ -135,6 +137,12 @@ def set_state(
     told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
     message = f"{after.word}: {cause.value if brief or not reason else reason}"
     add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
+    if after.terminal or after is JobState.PAUSED:
+        step = stored_job(db, row["id"])["step"]
+        for control, answer in answer_the_rest(db, row["id"], after, step, reason, time):
+            notice = answered(control, answer)
+            draft = EventDraft(notice.kind, time, notice.message, notice.detail)
+            add_event(db, row["id"], row["attempt"], draft)
 
 
 def transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:
@@ -199,6 +207,7 @@ def store_batch(
         changed = {"step": newest["step"], "timeline": newest["timeline"]}
         # Databases differ in what they do with NaN; the step's own body keeps it.
         changed["loss"] = loss if loss - loss == 0 else None
+    answer_controls(db, job, batch.answers, time)
     if batch.detector_state is not None:
         changed["detector_state"] = dump(dict(batch.detector_state))
     if changed:

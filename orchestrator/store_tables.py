@@ -18,6 +18,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    UniqueConstraint,
 )
 
 metadata = MetaData()
@@ -56,6 +57,33 @@ attempts = Table(
     Column("reason", Text, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("sequence", Integer, nullable=False, default=0),
+)
+
+controls = Table(
+    "controls",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("job", ForeignKey("jobs.id"), nullable=False),
+    Column("key", String(64), nullable=False),
+    Column("state", String(16), nullable=False, index=True),
+    Column("body", Text, nullable=False),
+    Column("message", Text, nullable=False, default=""),
+    Column("step", Integer),
+    Column("answered_at", Float),
+    UniqueConstraint("job", "key"),
+    sqlite_autoincrement=True,
+)
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("job", ForeignKey("jobs.id"), nullable=False),
+    Column("body", Text, nullable=False),
+    Column("tries", Integer, nullable=False, default=0),
+    # NULL: delivered or given up.
+    Column("due_at", Float, index=True),
+    sqlite_autoincrement=True,
 )
 
 

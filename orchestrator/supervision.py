@@ -1,9 +1,10 @@
 """The supervisor's loop over one job, without Ray: reports in, decisions out, one pass a call.
 
-A pass (``step``) reads what the ranks reported, then looks at what ended, then at what is
-late. Incidents that one record shows are one decision; the action is durable before its
-command is posted. Promises: time is an argument; a pass never waits for a rank; when the
-controller refuses us, the ranks are ended and nothing is written any more.
+A pass (``step``) reads what the ranks reported, then turns to what people asked, then looks at
+what ended, then at what is late. Incidents that one record shows are one decision, what a
+person asks is one; the action is durable before its command is posted. Promises: time is an
+argument; a pass never waits for a rank; when the controller refuses us, the ranks are ended
+and nothing is written any more.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from launch.commands import (
     BackendReport,
@@ -38,6 +40,8 @@ from orchestrator.actions import Action
 from orchestrator.attempt import assignments, ranks_told, seats, world_size
 from orchestrator.attempt_state import AttemptState
 from orchestrator.checkpoint_shelf import CheckpointShelf
+from orchestrator.control_desk import ControlDesk
+from orchestrator.controls import Control, ControlAnswer, Grounds, Refused, decide_control
 from orchestrator.evidence import LOST_RANK
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
@@ -46,7 +50,8 @@ from orchestrator.lost_ranks import died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
-from orchestrator.restore import choose, points_in_memory
+from orchestrator.restore import choose, on_living_branch, points_in_memory
+from orchestrator.rungs import drafted
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import backend_of
 from orchestrator.way_back import joined, left_open
@@ -85,6 +90,8 @@ class Ending:
     cause: Cause
     message: str
     deadline: float
+    control: Control | None = None
+    """The pause that a person asked for."""
 
 
 class Supervision:
@@ -115,6 +122,7 @@ class Supervision:
         self._bank = _bank(resume)
         self._refused: set[RestorePoint] = set()
         self._way_back = left_open(resume)
+        self._desk = ControlDesk(resume.actions)
         self._stop_reason: str | None = None
         self._ending: Ending | None = None
         self._attempt = AttemptState(resume, self._world, now)
@@ -131,6 +139,11 @@ class Supervision:
         """Stop at the next pass."""
         self._stop_reason = reason
         self.inbox.wake()
+
+    def ask(self, controls: Sequence[Control]) -> None:
+        """What people ask for; the same ones may come again until they are answered."""
+        if self._desk.offer(controls):
+            self.inbox.wake()
 
     def status(self) -> dict[str, object]:
         """Where the job stands, for whoever asks."""
@@ -161,6 +174,7 @@ class Supervision:
             ending = self._ending is not None or self.phase is Phase.OVER
             if self._stop_reason is not None and not ending:
                 self._stop(now, JobState.CANCELLED, Cause.ENDED, self._stop_reason)
+            self._turn_to_controls(now)
             if self.phase is Phase.LAUNCHING:
                 self._launch(now)
             elif self.phase is Phase.TRAINING:
@@ -180,6 +194,7 @@ class Supervision:
                 continue
             match report:
                 case RankReport():
+                    self._applied(report, now)
                     record = attempt.merger.add(report)
                     if record is not None:
                         self._record(record, now)
@@ -203,15 +218,20 @@ class Supervision:
                     self._exchange_chosen(report, now)
 
     def _exchange_chosen(self, report: ExchangeReport, now: float) -> None:
-        """The first measurement is the job's: durable before any step that was made with it."""
+        """A measurement is the job's where there is none, or a person asked for one.
+
+        It is durable before any step that was made with it.
+        """
         facts = self._attempt.facts
-        if facts.exchange is not None:
+        if facts.exchange is not None and not self._desk.measures:
             return
         history = facts.history(now, self._attempt.book.restorable())
         action = exchange_chosen(history, report.dtype, report.reason)
         self._journal.decided(action, (), None, self._bank.state_dict())
         self._journal.configured({"exchange": report.dtype, "exchange_reason": report.reason})
         facts.apply(action)
+        if (control := self._desk.measured()) is not None:
+            self._answer(control, "applied", action.reason, report.step, now)
 
     def _record(self, record: StepRecord, now: float) -> None:
         attempt = self._attempt
@@ -240,6 +260,9 @@ class Supervision:
         for notice in told:
             last = notice is told[-1]
             self._journal.happened(notice, now, (JobState.RUNNING, cause) if last else None)
+        if first:
+            for control in self._desk.restarted():
+                self._answer(control, "applied", _in_force(control, record.step), record.step, now)
         if first and self._spec.resources.standby:
             self._group.fill_standby()
 
@@ -296,19 +319,129 @@ class Supervision:
             back = action.exchange
             self._post(SetExchange(back) if back else SetPrecision(dict(action.precision)))
 
-    def _go_back(self, action: Action, now: float) -> None:
-        """Every rank to its own snapshot of ``action.to_step``, as a new timeline."""
+    def _go_back(self, action: Action, now: float) -> int:
+        """Every rank to its own snapshot of ``action.to_step``, as a new timeline; returns the
+        command's number."""
         order = self._attempt.go_back(action, now)
         self._shelf.forget()
         self._bank.rewind(order.to_step, timeline=order.timeline)
-        self._post(order)
+        return self._post(order)
 
-    def _post(self, order: Order) -> None:
-        self._group.post(self._attempt.command(order))
+    def _post(self, order: Order) -> int:
+        command = self._attempt.command(order)
+        self._group.post(command)
+        return command.number
+
+    # What people ask.
+
+    def _turn_to_controls(self, now: float) -> None:
+        """Each in its turn, once the ranks are where it can be done."""
+        while (control := self._desk.first()) is not None and self._can_turn_to(control):
+            self._desk.take()
+            self._do(control, now)
+
+    def _can_turn_to(self, control: Control) -> bool:
+        """Otherwise it waits: for the attempt's first step, or for the job's end, which
+        answers it."""
+        attempt = self._attempt
+        if self._ending is not None or self.phase in (Phase.STOPPING, Phase.OVER):
+            return False
+        if control.kind == "pause" and not attempt.trains and self._all_on_disk():
+            return True
+        if self.phase is not Phase.TRAINING or not attempt.trains or self._group.ended():
+            return False
+        layers_known = bool(attempt.facts.fp8_layers) or self._spec.precision != "fp8"
+        return control.kind != "precision" or layers_known
+
+    def _all_on_disk(self) -> bool:
+        """Whether what was trained, if anything, can be taken up from a checkpoint."""
+        trained = self._attempt.facts.step + 1
+        newest = max(self._points_after_restart(disk_only=True), default=0)
+        return newest >= trained
+
+    def _points_after_restart(self, *, disk_only: bool = False) -> set[int]:
+        """Steps that an attempt could start from."""
+        points = self._shelf.points()
+        if not disk_only:
+            points += points_in_memory(self._group.copies(), self._world)
+        actions = self._attempt.facts.actions
+        usable = [p for p in points if p not in self._refused and on_living_branch(p, actions)]
+        return {point.step for point in usable}
+
+    def _do(self, control: Control, now: float) -> None:
+        """Decide on a control, or carry on with what an earlier supervisor decided."""
+        facts = self._attempt.facts
+        action = self._desk.decided(control)
+        if action is None:
+            decided = self._decide_control(control, now)
+            if isinstance(decided, Refused):
+                self._answer(control, "refused", decided.why, facts.step, now)
+                return
+            action = decided
+        elif control.kind != "pause" and action.kind != "exchange_auto":
+            # It is in force since the attempt that was started after it.
+            self._answer(control, "applied", _in_force(control, facts.step), facts.step, now)
+            return
+        match action.kind:
+            case "pause":
+                self._stop(now, JobState.PAUSED, Cause.PAUSE_ASKED, action.reason, control)
+            case "exchange_auto":
+                self._desk.measure(control)
+                self._post(SetExchange("auto"))
+            case "rollback" if action.in_place:
+                self._desk.posted(control, self._go_back(action, now))
+            case "rollback":
+                self._next_attempt(action.reason, now, control)
+            case _ if action.exchange is not None:
+                self._desk.posted(control, self._post(SetExchange(action.exchange)))
+            case _:
+                self._desk.posted(control, self._post(SetPrecision(dict(action.precision))))
+
+    def _decide_control(self, control: Control, now: float) -> Action | Refused:
+        """The action that it comes to, stored and taken in; or why it can't be."""
+        attempt = self._attempt
+        facts = attempt.facts
+        grounds = Grounds(
+            points=tuple(self._points_after_restart()) if control.kind == "rollback" else (),
+            fixed_layers=facts.fixed_layers,
+            runs_fp8=self._spec.precision == "fp8",
+            steps=self._spec.training.steps,
+        )
+        history = facts.history(now, attempt.book.restorable())
+        action = decide_control(control, history, grounds)
+        if isinstance(action, Refused):
+            return action
+        back = action.to_step is not None
+        transition = (JobState.RECOVERING, Cause.CONTROL_ASKED) if back else None
+        self._journal.decided(action, (), transition, self._bank.state_dict())
+        self._desk.note(action)
+        if back:
+            self._way_back = joined(self._way_back, action, now, facts.step)
+        facts.apply(action)
+        return action
+
+    def _applied(self, report: RankReport, now: float) -> None:
+        """A rank tells which commands it has applied; all ranks do at the same step."""
+        for control in self._desk.applied(report.command):
+            step = report.step + 1 if control.to_step is None else control.to_step
+            self._answer(control, "applied", _in_force(control, step), step, now)
+
+    def _answer(
+        self,
+        control: Control,
+        state: Literal["applied", "refused"],
+        message: str,
+        step: int,
+        now: float,
+    ) -> None:
+        answer = ControlAnswer(control.key, state, message, step)
+        self._journal.answered(answer, notices.answered(control, answer), now)
 
     # Attempts.
 
-    def _next_attempt(self, reason: str, now: float) -> None:
+    def _next_attempt(self, reason: str, now: float, control: Control | None = None) -> None:
+        """End the ranks and start the next attempt; ``control`` is what asked for it."""
+        self._desk.restart(control)
         self._group.kill()
         self._journal.flush()
         while True:
@@ -325,6 +458,7 @@ class Supervision:
         self._attempt = AttemptState(resume, self._world, now)
         self._attempt.facts.fired_drills |= before.fired_drills
         self._attempt.facts.fp8_layers = before.fp8_layers
+        self._attempt.facts.fixed_layers = before.fixed_layers
         self.phase = Phase.LAUNCHING
         self._group.start(seats(resume))
 
@@ -345,7 +479,7 @@ class Supervision:
         start = attempt.restore.step if attempt.restore else 0
         if start > attempt.facts.step + 1:
             # A trend drawn across steps that nobody saw would make a healthy loss a spike.
-            self._bank = _new_bank(self._spec)
+            self._bank = new_bank(self._spec)
             gap = notices.unrecorded(attempt.facts.step + 1, start - 1)
             self._journal.happened(gap, now)
         self._bank.rewind(start)
@@ -363,17 +497,21 @@ class Supervision:
             return
         ended = self._group.ended()
         if len(ended) == self._world and self._drained(ended, now):
-            done = f"All {self._spec.training.steps} steps are done."
-            newest = self._attempt.facts.step
-            if newest + 1 < self._spec.training.steps:
-                gap = notices.unrecorded(newest + 1, self._spec.training.steps - 1)
-                self._journal.happened(gap, now)
-                done = f"{done} {gap.message}"
-            if lost := self._unsaved(ended):
-                # The weights are what the job was for.
-                self._finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
-            else:
-                self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
+            self._complete(ended, now)
+
+    def _complete(self, ended: Sequence[RankEnd], now: float) -> None:
+        """All steps are done."""
+        done = f"All {self._spec.training.steps} steps are done."
+        newest = self._attempt.facts.step
+        if newest + 1 < self._spec.training.steps:
+            gap = notices.unrecorded(newest + 1, self._spec.training.steps - 1)
+            self._journal.happened(gap, now)
+            done = f"{done} {gap.message}"
+        if lost := self._unsaved(ended):
+            # The weights are what the job was for.
+            self._finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
+        else:
+            self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
 
     def _unsaved(self, ended: Sequence[RankEnd]) -> str:
         """Why the last state is not on disk, and where to go on from; empty when it is."""
@@ -414,13 +552,20 @@ class Supervision:
 
     # Ends.
 
-    def _stop(self, now: float, state: JobState, cause: Cause, reason: str) -> None:
+    def _stop(
+        self,
+        now: float,
+        state: JobState,
+        cause: Cause,
+        reason: str,
+        control: Control | None = None,
+    ) -> None:
         """Stop the ranks after a checkpoint; at once where there is nothing to save."""
         nothing_new = self.phase is Phase.LAUNCHING or not self._attempt.trains
         if nothing_new or any(end.how != "done" for end in self._group.ended()):
             self._finish(now, state, cause, reason)
             return
-        self._ending = Ending(state, cause, reason, now + STOP_S)
+        self._ending = Ending(state, cause, reason, now + STOP_S, control)
         self._attempt.ended_since = None
         self._post(Stop(reason, checkpoint=True))
         self.phase = Phase.STOPPING
@@ -439,14 +584,52 @@ class Supervision:
             note = " (ended without a checkpoint: the ranks did not stop in time)"
         else:
             return
+        if ending.control is not None:
+            if not note and self._attempt.facts.step + 1 == self._spec.training.steps:
+                self._complete(ended, now)
+                return
+            if not self._all_on_disk():
+                self._go_on_instead(ending.control, note or self._why_unsaved(ended), now)
+                return
         self._finish(now, ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
+
+    def _go_on_instead(self, control: Control, why: str, now: float) -> None:
+        """A pause that would lose what was trained: the newest copy in memory goes on."""
+        facts = self._attempt.facts
+        told = why.strip(" ().")
+        self._answer(
+            control,
+            "refused",
+            f"the state could not be kept, so training goes on: {told}",
+            facts.step,
+            now,
+        )
+        history = facts.history(now, ())
+        reason = f"Training goes on from the newest state, which no checkpoint holds: {told}."
+        action = replace(
+            drafted("restart", (), history, reason), in_place=False, asked=control.asked
+        )
+        transition = (JobState.RECOVERING, Cause.CONTROL_ASKED)
+        self._journal.decided(action, (), transition, self._bank.state_dict())
+        self._way_back = joined(self._way_back, action, now, facts.step)
+        facts.apply(action)
+        self._ending = None
+        self._next_attempt(action.reason, now)
+
+    def _why_unsaved(self, ended: Sequence[RankEnd]) -> str:
+        """Why a stop left no checkpoint."""
+        told = [end.result.detail for end in ended if end.result and end.result.detail]
+        failed = [self._shelf.failed[1]] if self._shelf.failed else []
+        return (failed + [t for t in told if t.startswith("no checkpoint")] + ["no checkpoint"])[0]
 
     def _drained(self, ended: Sequence[RankEnd], now: float) -> bool:
         """Whether all that the ended ranks had to report is here, or won't come any more."""
         attempt = self._attempt
         attempt.ended_since = attempt.ended_since or now
         steps = max((end.result.step for end in ended if end.result), default=0)
+        # A rank's last reports come before its end, and may have come since the pass began.
         complete = attempt.facts.step + 1 >= steps and not self._shelf.waiting()
+        complete = complete and self.inbox.empty
         return complete or now - attempt.ended_since > DRAIN_S
 
     def _finish(self, now: float, state: JobState, cause: Cause, message: str) -> None:
@@ -458,24 +641,31 @@ class Supervision:
         self.phase = Phase.OVER
 
 
+def _in_force(control: Control, step: int) -> str:
+    """What the ranks do since they applied it."""
+    if control.kind == "rollback":
+        return f"Training goes on from step {step}."
+    return f"In force from step {step} on."
+
+
 def _is_about(end: RankEnd, point: RestorePoint) -> bool:
     """Whether a rank ended because it could not load what the attempt starts from."""
     error = end.cause
     return isinstance(error, SnapshotError) and (error.step, error.tier) == (point.step, point.tier)
 
 
-def _new_bank(spec: JobSpec) -> DetectorBank:
+def new_bank(spec: JobSpec) -> DetectorBank:
     """Detectors that have seen nothing."""
     return DetectorBank(spec.detection, save_every=spec.snapshots.every)
 
 
 def _bank(resume: ResumeState) -> DetectorBank:
     """The detectors where an earlier supervisor left them; anew if that can't be read."""
-    bank = _new_bank(resume.spec)
+    bank = new_bank(resume.spec)
     if resume.detector_state is not None:
         try:
             bank.load_state_dict(resume.detector_state)
         except (KeyError, TypeError, ValueError) as error:
             logger.warning("detectors start anew, their stored state is unreadable: %r", error)
-            bank = _new_bank(resume.spec)
+            bank = new_bank(resume.spec)
     return bank

@@ -17,6 +17,7 @@ from launch.commands import Report
 from launch.worker_group import WorkerGroup
 from monitoring.records import StepRecord
 from monitoring.wandb_run import WandbRun
+from orchestrator.controls import Control
 from orchestrator.journal import RunLog
 from orchestrator.notices import backend_detail
 from orchestrator.outbox import ControllerUnreachableError
@@ -121,6 +122,11 @@ class Supervisor:
         self._stop_reason = reason
         if self._supervision is not None:
             self._supervision.ask_stop(reason)
+
+    def control(self, controls: Sequence[Control]) -> None:
+        """What people ask for; the same ones come again until they are answered."""
+        if self._supervision is not None:
+            self._supervision.ask(controls)
 
     def ping(self) -> bool:
         """Whether ``run`` is going."""

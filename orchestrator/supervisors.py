@@ -7,10 +7,12 @@ controller before this one started is found again by its name.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from orchestrator.controls import Control
 from orchestrator.protocol import NAMESPACE, ResumeState, supervisor_actor
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,9 @@ class Supervisors(Protocol):
 
     def stop(self, job: str, reason: str) -> None:
         """Ask it to end the ranks and the job as cancelled."""
+
+    def control(self, job: str, controls: Sequence[Control]) -> None:
+        """Hand over what people ask for; it may have come before, and there may be none."""
 
     def kill(self, job: str) -> None:
         """End it at once, and with it its ranks; there may be none."""
@@ -129,6 +134,11 @@ class RaySupervisors:
         known = self._find(job)
         if known is not None:
             known.actor.stop.remote(reason)
+
+    def control(self, job: str, controls: Sequence[Control]) -> None:
+        known = self._find(job)
+        if known is not None:
+            known.actor.control.remote(list(controls))
 
     def kill(self, job: str) -> None:
         import ray

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.controller import Controller
+from orchestrator.controls import Control
 from orchestrator.node_groups import Group, Need, NodeCapacity
 from orchestrator.protocol import NodeSlot, ResumeState
 from orchestrator.store import Store
@@ -65,6 +67,7 @@ class FakeSupervisors:
         self.alive: dict[str, ResumeState] = {}
         self.done: set[str] = set()
         self.stopped: list[tuple[str, str]] = []
+        self.asked: list[tuple[str, list[Control]]] = []
         self.started: list[ResumeState] = []
         self.words = LastWords()
 
@@ -83,6 +86,9 @@ class FakeSupervisors:
 
     def stop(self, job: str, reason: str) -> None:
         self.stopped.append((job, reason))
+
+    def control(self, job: str, controls: Sequence[Control]) -> None:
+        self.asked.append((job, list(controls)))
 
     def kill(self, job: str) -> None:
         self.alive.pop(job, None)

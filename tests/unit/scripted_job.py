@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from launch.checkpoints import write_rank_file
 from launch.commands import (
     Assignment,
     Command,
+    ExchangeReport,
     RankReport,
     RankResult,
     Report,
@@ -32,6 +34,7 @@ from launch.rank_group import RankEnd, Seat
 from launch.snapshots import SnapshotKey
 from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
+from orchestrator.controls import ControlAnswer
 from orchestrator.outbox import ControllerUnreachableError
 from orchestrator.protocol import (
     Acknowledgement,
@@ -78,6 +81,7 @@ class ScriptedController:
         """What was stored, in order: kinds of actions and events, states."""
         self.steps: list[dict[str, Any]] = []
         self.actions: list[Action] = []
+        self.answers: list[ControlAnswer] = []
         self.events: list[Any] = []
         self.states: list[tuple[str, str]] = []
         self.detector_state: Any = None
@@ -95,6 +99,7 @@ class ScriptedController:
         self.steps.extend(dict(step) for step in batch.steps)
         self.events.extend(batch.events)
         self.actions.extend(batch.actions)
+        self.answers.extend(batch.answers)
         self.order += [f"action {a.kind}" for a in batch.actions]
         if batch.transition is not None:
             state, cause = batch.transition
@@ -149,6 +154,8 @@ class Script:
     nonfinite: frozenset[int] = frozenset()
     saturated: Callable[[int, str], bool] = lambda step, layer: False
     """(step, layer) that saturates while it computes in FP8."""
+    disk_full: bool = False
+    """No checkpoint can be written."""
     coarse: Callable[[int], bool] = lambda step: False
     """Step whose gradients the exchange rounds coarsely while they go in FP8."""
 
@@ -264,13 +271,28 @@ class ScriptedRanks:
             elif isinstance(order, SetPrecision):
                 self.precision |= dict(order.precision)
             elif isinstance(order, SetExchange):
-                self.exchange = order.dtype
+                if order.dtype == "auto":
+                    self.exchange = "fp8"
+                    place = (self.attempt, self.timeline, 0, self.step, 0.0)
+                    self.deliver([ExchangeReport(*place, "fp8", "it took 1 ms, BF16 2 ms")])
+                else:
+                    self.exchange = order.dtype
             elif isinstance(order, Stop):
+                if order.checkpoint and not self.script.disk_full:
+                    self._write_checkpoint()
                 for rank in range(WORLD):
                     result = RankResult(rank, self.step, "stopped", order.reason)
                     self.ends[rank] = RankEnd(rank, "done", result)
                 self.running = False
         self.waiting = []
+
+    def _write_checkpoint(self) -> None:
+        folder = Path(self.assignments[0].job_dir)
+        for rank in range(WORLD):
+            key = SnapshotKey("scripted-000001", self.attempt, self.timeline, rank, self.step)
+            path = write_rank_file(folder, key, b"state", "d")
+            place = (self.attempt, self.timeline, rank, self.step)
+            self.deliver([SnapshotReport(*place, "disk", 5, "d", str(path))])
 
     def _step(self) -> None:
         if self.step % 5 == 0:
