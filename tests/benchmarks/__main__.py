@@ -14,6 +14,7 @@ BENCHMARKS = (
     "bench_exchange",
     "bench_exchange_error",
     "bench_curves",
+    "bench_fidelity",
     "bench_parity",
 )
 

@@ -16,11 +16,15 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from orchestrator.spec import JobSpec, load_spec
 from parallel.config import FP8Config
-from tests.benchmarks.demo_runs import Rows, demo_run, losses
+from tests.benchmarks.demo_runs import DEMO, Rows, demo_run, losses
+from tests.benchmarks.emulation import Formats, take_over
 from tests.ranks.launch_ranks import run_ranks
 
 RECIPES = ("bf16", "delayed", "current", "block", "mxfp8")
+EMULATION = "emulation"
+"""``current`` written a second time (``emulation.py``): what the format itself costs."""
 LAST = 50
 """Steps at the end whose losses are averaged."""
 LONGEST_S = 4 * 3600.0
@@ -32,19 +36,26 @@ def _final(case: tuple[str, int, int]) -> tuple[str, float]:
     run = demo_run(
         seed,
         steps,
-        precision="bf16" if recipe == "bf16" else "fp8",
+        precision="fp8" if recipe in RECIPES[1:] else "bf16",
+        fp8=fp8_of(recipe),
         communication_data_type="fp32",
     )
-    run = run.model_copy(update={"fp8": _fp8(recipe, run.fp8.amax_history_len)})
-    told: list[list[float]] = run_ranks(losses, 1, run, timeout_s=LONGEST_S)
+    body = _emulated_losses if recipe == EMULATION else losses
+    told: list[list[float]] = run_ranks(body, 1, run, timeout_s=LONGEST_S)
     return _key(*case), statistics.fmean(told[0][-LAST:])
 
 
-def _fp8(recipe: str, amax_history_len: int) -> FP8Config:
-    if recipe == "bf16":
-        return FP8Config()
-    history = {"amax_history_len": amax_history_len} if recipe == "delayed" else {}
-    return FP8Config.model_validate({"recipe": recipe, **history})
+def _emulated_losses(rank: int, world_size: int, run: JobSpec) -> list[float]:
+    take_over(Formats())
+    return losses(rank, world_size, run)
+
+
+def fp8_of(recipe: str) -> FP8Config:
+    """The recipe with its defaults; delayed with the demo's history. Else it is left open."""
+    if recipe == "delayed":
+        length = load_spec(DEMO).fp8.amax_history_len
+        return FP8Config.model_validate({"recipe": recipe, "amax_history_len": length})
+    return FP8Config.model_validate({"recipe": recipe} if recipe in RECIPES[1:] else {})
 
 
 def _key(recipe: str, seed: int, steps: int) -> str:
@@ -56,7 +67,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument(
+        "--recipes", nargs="+", default=list(RECIPES), choices=(*RECIPES, EMULATION)
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="JSON file of finished runs, read and written")
     arguments = parser.parse_args()

@@ -9,11 +9,14 @@ ended in a file, so that hours of runs may be begun, ended and gone on with.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.spec import JobSpec, load_spec
+
+if TYPE_CHECKING:
+    from parallel.engine import Engine, MicroBatch
 
 DEMO = Path(__file__).parents[2] / "deploy/jobs/demo.yaml"
 MICRO_BATCH = 16
@@ -47,25 +50,33 @@ def demo_run(seed: int, steps: int, *, replicas: int = 1, **sections: object) ->
 
 def losses(rank: int, world_size: int, run: JobSpec) -> list[float]:
     """The loss of each step, the mean over the replicas; for ``run_ranks``."""
-    from launch.data import TokenStream, batch_of
     from launch.engine import engine_of
     from launch.schedule import lr_at
-    from parallel.engine import MicroBatch
+
+    engine = engine_of(run)
+    of_step = batches_of(run, engine, world_size)
+    return [
+        float(engine.train_step(of_step(step), lr_at(step, run.training, 1.0)).loss)
+        for step in range(run.training.steps)
+    ]
+
+
+def batches_of(
+    run: JobSpec, engine: Engine, replicas: int
+) -> Callable[[int], Iterator[MicroBatch]]:
+    """What gives this rank its micro-batches of a step."""
+    from launch.data import TokenStream, batch_of
 
     training = run.training
     micro, count = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
     assert micro is not None and count is not None
-    engine = engine_of(run)
     stream = TokenStream(run.data, training.seq_len)
 
-    def batches(step: int) -> Iterator[MicroBatch]:
+    def of_step(step: int) -> Iterator[MicroBatch]:
         batch = batch_of(step, frozenset())
-        return stream.micro_batches(batch, engine.coordinate.data, world_size, micro, count)
+        return stream.micro_batches(batch, engine.coordinate.data, replicas, micro, count)
 
-    return [
-        float(engine.train_step(batches(step), lr_at(step, training, 1.0)).loss)
-        for step in range(training.steps)
-    ]
+    return of_step
 
 
 class Rows:
