@@ -1,6 +1,7 @@
 """The ``octavo`` command.
 
-Exit codes: 0 succeeded, 100 job failed, 101 not finished, 102 not found, 103 cancelled;
+Exit codes: 0 succeeded, 100 job failed, 101 not finished, 102 not found, 103 cancelled, 104 a
+replay differs from what is stored;
 2 usage or spec error, 3 controller unreachable, 130 interrupted, 143 terminated, 1 anything
 else. ``-o json`` on every command, for what it shows and for its errors. A job is named by
 its id, its name or a unique beginning.
@@ -229,6 +230,22 @@ def report(
     file = to or Path(f"{view.job}.html")
     file.write_text(render_report(view), encoding="utf-8")
     print(file)
+
+
+@app.command()
+def replay(
+    job: JobArgument,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", help="A file with detection: and recovery: [default: the job's]."),
+    ] = None,
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """Run a job's stored records through a policy: what it would have done, step by step."""
+    from orchestrator.cli_replay import replay_job
+
+    raise typer.Exit(replay_job(_home(home), job, policy, output))
 
 
 @app.command()

@@ -39,10 +39,18 @@ def supervisor_lost(
         # What it raises twice without a step between it would raise for ever.
         evidence={"raised": 1.0} if words.raised else {},
     )
-    history = History(
-        attempt=row.attempt,
-        timeline=row.timeline,
-        step=row.step,
+    history = blind_history(row.attempt, row.timeline, row.step, now, actions)
+    return decide([incident], history, row.spec.recovery)
+
+
+def blind_history(
+    attempt: int, timeline: int, step: int, now: float, actions: Sequence[Action]
+) -> History:
+    """What the controller knows of a job whose supervisor is gone: the stored actions."""
+    return History(
+        attempt=attempt,
+        timeline=timeline,
+        step=step,
         time=now,
         actions=tuple(actions),
         # What the ranks held in their own memory is gone with them.
@@ -54,7 +62,6 @@ def supervisor_lost(
         batches={},
         last_incident_step=None,
     )
-    return decide([incident], history, row.spec.recovery)
 
 
 def _told(attempt: int, words: LastWords) -> str:

@@ -23,10 +23,10 @@ from orchestrator.config import RecoveryConfig, ResourcesConfig
 from orchestrator.spec_errors import (
     Finding,
     KeyPath,
-    Problem,
     Source,
     SpecError,
     pydantic_findings,
+    read_text,
     read_yaml,
     type_findings,
     value_at,
@@ -52,14 +52,7 @@ def load_spec(path: Path, *, check_data: bool = True) -> JobSpec:
 
     Relative to the folder that the command runs in. ``SpecError`` names all problems.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        problem = Problem(str(path), "", "", f"can't be read: {error.strerror}", "")
-        raise SpecError([problem]) from None
-    except UnicodeDecodeError as error:
-        raise SpecError([Problem(str(path), "", "", f"is not UTF-8: {error.reason}", "")]) from None
-    return parse_spec(text, str(path), base=Path.cwd(), check_data=check_data)
+    return parse_spec(read_text(path), str(path), base=Path.cwd(), check_data=check_data)
 
 
 def parse_spec(

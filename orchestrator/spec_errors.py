@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -132,8 +133,24 @@ def nearest(word: object, choices: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-def read_yaml(text: str, file: str) -> Source:
-    """Parse one YAML mapping; ``SpecError`` for broken YAML and for keys given twice."""
+def read_text(path: Path) -> str:
+    """The text of a file of YAML; ``SpecError`` where it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        problem = Problem(str(path), "", "", f"can't be read: {error.strerror}", "")
+        raise SpecError([problem]) from None
+    except UnicodeDecodeError as error:
+        raise SpecError([Problem(str(path), "", "", f"is not UTF-8: {error.reason}", "")]) from None
+
+
+def read_yaml(
+    text: str, file: str, *, what: str = "a job", start: str = "start with `name: my-job`"
+) -> Source:
+    """Parse one YAML mapping; ``SpecError`` for broken YAML and for keys given twice.
+
+    ``what`` it is and how to ``start`` it are for messages.
+    """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -144,12 +161,12 @@ def read_yaml(text: str, file: str) -> Source:
     except (yaml.YAMLError, RecursionError) as error:
         raise SpecError([Problem(file, "", "", f"not YAML: {error}", "")]) from None
     if root is None:
-        raise SpecError([Problem(file, "", "", "the file is empty", "start with `name: my-job`")])
+        raise SpecError([Problem(file, "", "", "the file is empty", start)])
     walk = _Walk(file)
     data = walk.value(root, ())
     if not isinstance(data, dict):
-        message = f"a job is a mapping of keys to values, this is a {type(data).__name__}"
-        raise SpecError([Problem(file, "", "", message, "start with `name: my-job`", 1)])
+        message = f"{what} is a mapping of keys to values, this is a {type(data).__name__}"
+        raise SpecError([Problem(file, "", "", message, start, 1)])
     if walk.problems:
         raise SpecError(walk.problems)
     return Source(file, data, walk.lines)
@@ -223,18 +240,25 @@ class _Walk:
 
 
 def pydantic_findings(
-    error: ValidationError, model: type[BaseModel], data: Mapping[str, Any]
+    error: ValidationError,
+    model: type[BaseModel],
+    data: Mapping[str, Any],
+    *,
+    what: str = "a job",
 ) -> list[Finding]:
     """Every error of a validation in our words, with the nearest valid key or word."""
-    return [_finding(e, model, data) for e in error.errors(include_url=False, include_context=True)]
+    return [
+        _finding(e, model, data, what)
+        for e in error.errors(include_url=False, include_context=True)
+    ]
 
 
-def _finding(error: Any, model: type[BaseModel], data: Mapping[str, Any]) -> Finding:
+def _finding(error: Any, model: type[BaseModel], data: Mapping[str, Any], what: str) -> Finding:
     path = file_path(error["loc"], data)
     kind, context, given = error["type"], error.get("ctx", {}), error.get("input")
     if kind == "extra_forbidden":
         valid = _keys_at(model, path[:-1], data)
-        owner = dotted(path[:-1]) or "a job"
+        owner = dotted(path[:-1]) or what
         near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=_NEAREST_CUTOFF)
         meant = (*path[:-1], near[0]) if near else None
         return Finding(path, f"{owner} has no such key", _choices(path[-1], valid), meant)

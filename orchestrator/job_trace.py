@@ -1,0 +1,124 @@
+"""All that is stored of a job and decides what its supervisors did: the input of a replay.
+
+Promises: read whole from the store or over the API, the same either way, and nothing is
+made up: what an older Octavo didn't store is told in ``not_kept``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monitoring.records import Incident, StepRecord
+from orchestrator.actions import Action
+from orchestrator.client import Client
+from orchestrator.protocol import StepContext
+from orchestrator.spec import JobSpec
+from orchestrator.store import Store
+from orchestrator.store_rows import JobRow
+
+PAGE = 500
+"""Rows read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An attempt."""
+
+    attempt: int
+    new_supervisor: bool
+    """Its detectors came from the store; else they are those of the attempt before."""
+    start: int | None
+    """Step at which its ranks were given out; None: they never were."""
+
+
+@dataclass(frozen=True)
+class JobTrace:
+    """The records of one job, each kind in the order in which it was stored."""
+
+    job: str
+    spec: JobSpec
+    steps: Iterable[StepRecord]
+    """Read once, as it is gone through."""
+    attempts: tuple[Begun, ...]
+    incidents: tuple[Incident, ...]
+    actions: tuple[Action, ...]
+    contexts: tuple[StepContext, ...]
+    not_kept: tuple[str, ...] = ()
+    """What an exact replay needs and these records lack."""
+
+
+def trace_of_store(store: Store, row: JobRow) -> JobTrace:
+    """A job's records in ``store``."""
+    return _trace(
+        row.id,
+        row.spec,
+        lambda after: store.steps(row.id, after, PAGE),
+        _pages(lambda after: store.events(row.id, after, PAGE)),
+        store.incidents(row.id),
+        store.actions(row.id),
+        store.contexts(row.id),
+    )
+
+
+def trace_of_client(client: Client, job: str) -> JobTrace:
+    """The same over the API; raises the client's errors."""
+    shown = client.job(job)
+    records = client.records(job)
+    return _trace(
+        shown["id"],
+        JobSpec.model_validate(shown["spec"]),
+        lambda after: client.steps(job, after)["steps"],
+        client.follow_events(job, follow=False),
+        [Incident.from_json(row) for row in records["incidents"]],
+        [Action.from_json(row) for row in records["actions"]],
+        [StepContext.from_json(row) for row in records.get("contexts", ())],
+    )
+
+
+def _trace(
+    job: str,
+    spec: JobSpec,
+    steps: Callable[[int], Sequence[Mapping[str, Any]]],
+    events: Iterable[Mapping[str, Any]],
+    incidents: Sequence[Incident],
+    actions: Sequence[Action],
+    contexts: Sequence[StepContext],
+) -> JobTrace:
+    begun: dict[int, Begun] = {}
+    missing = ""
+    for event in events:
+        detail = event["detail"]
+        if event["kind"] == "attempt":
+            number = int(detail["attempt"])
+            if "new_supervisor" not in detail:
+                missing = (
+                    "these records are of an older Octavo, which did not store the snapshots that "
+                    "could be gone back to, nor which supervisor began an attempt"
+                )
+            begun[number] = Begun(number, bool(detail.get("new_supervisor", True)), None)
+        elif event["kind"] == "attempt_started":
+            number = int(detail["attempt"])
+            begun[number] = Begun(number, begun[number].new_supervisor, int(detail["step"]))
+    return JobTrace(
+        job=job,
+        spec=spec,
+        steps=(_record(row) for row in _pages(steps)),
+        attempts=tuple(begun[number] for number in sorted(begun)),
+        incidents=tuple(incidents),
+        actions=tuple(actions),
+        contexts=tuple(contexts),
+        not_kept=(missing,) if missing else (),
+    )
+
+
+def _pages(read: Callable[[int], Sequence[Mapping[str, Any]]]) -> Iterator[Mapping[str, Any]]:
+    after = 0
+    while rows := read(after):
+        yield from rows
+        after = rows[-1]["id"]
+
+
+def _record(row: Mapping[str, Any]) -> StepRecord:
+    return StepRecord.from_json({k: v for k, v in row.items() if k != "id"})

@@ -1,0 +1,85 @@
+"""A policy in a file of its own: how trouble is found and answered, to try and to share.
+
+    detection: {loss_sigmas: 6}
+    recovery: {horizon: 400, max_rollbacks: 3}
+
+The sections are a job file's. One that the file has is whole: keys it doesn't give have the
+spec's defaults, so that a policy means the same wherever it is used; one that it doesn't have
+is the job's own. Promises: refused with the same words as a job file, all problems at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from monitoring.config import DetectionConfig
+from orchestrator.config import RecoveryConfig
+from orchestrator.spec import JobSpec
+from orchestrator.spec_checks import detection_findings
+from orchestrator.spec_completion import complete
+from orchestrator.spec_errors import (
+    Problem,
+    SpecError,
+    pydantic_findings,
+    read_text,
+    read_yaml,
+    type_findings,
+)
+
+WHAT = "a policy"
+
+
+class PolicyFile(BaseModel):
+    """The two sections; None: as the job has it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    detection: DetectionConfig | None = None
+    recovery: RecoveryConfig | None = None
+
+    def applied(self, spec: JobSpec) -> JobSpec:
+        """``spec`` with this policy, completed as a job's own is."""
+        given = {"detection": self.detection, "recovery": self.recovery}
+        own = {name: section for name, section in given.items() if section is not None}
+        return complete(spec.model_copy(update=own))
+
+
+def load_policy(path: Path) -> PolicyFile:
+    """The policy in the file at ``path``; raises ``SpecError`` with every problem."""
+    return parse_policy(read_text(path), str(path))
+
+
+def parse_policy(text: str, file: str) -> PolicyFile:
+    """The policy of a YAML text; ``file`` is only named in messages."""
+    source = read_yaml(text, file, what=WHAT, start="start with `recovery:` or `detection:`")
+    findings = type_findings(PolicyFile, source.data)
+    policy: PolicyFile | None = None
+    try:
+        policy = PolicyFile.model_validate(source.data)
+    except ValidationError as error:
+        seen = {finding.path for finding in findings}
+        found = pydantic_findings(error, PolicyFile, source.data, what=WHAT)
+        findings += [finding for finding in found if finding.path not in seen]
+    if policy is not None and policy.detection is not None:
+        findings += detection_findings(policy.detection)
+    if findings or policy is None:
+        findings.sort(key=lambda finding: source.problem(finding).line or 0)
+        raise SpecError([source.problem(finding) for finding in findings])
+    if policy.detection is None and policy.recovery is None:
+        message = "has neither section, so it says nothing"
+        raise SpecError([Problem(file, "", "", message, "give `detection:` or `recovery:`")])
+    return policy
+
+
+def changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[object, object]]:
+    """Keys of the two sections whose values differ → (before, after)."""
+    found: dict[str, tuple[object, object]] = {}
+    for section in ("detection", "recovery"):
+        old, new = getattr(before, section), getattr(after, section)
+        for key in type(old).model_fields:
+            pair = getattr(old, key), getattr(new, key)
+            if pair[0] != pair[1]:
+                found[f"{section}.{key}"] = pair
+    return found

@@ -1,0 +1,303 @@
+"""Stored records of a supervisor's real decisions, replayed: to the last digit, or told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator import cli
+from orchestrator.cli_replay import replay_lines
+from orchestrator.lifecycle import Cause
+from orchestrator.policy_file import changes, parse_policy
+from orchestrator.replay import ASSUMPTION, Replayed, Verdict, replay
+from orchestrator.spec_errors import SpecError
+from tests.unit.scripted_job import LAYERS, Script
+from tests.unit.stored_job import JOB, StoredJob, with_step
+
+Make = Callable[..., StoredJob]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Make]:
+    made: list[StoredJob] = []
+
+    def make(script: Script | None = None, **sections: Any) -> StoredJob:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(StoredJob(folder, script, **sections))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+def verdicts(found: Replayed) -> list[tuple[int, int, int, str, str]]:
+    """(attempt, timeline, step, verdict, kind) of every decision."""
+    shown = [(j, j.replayed or j.stored) for j in found.decisions]
+    return [(j.attempt, j.timeline, j.step, j.verdict.value, a.kind) for j, a in shown if a]
+
+
+TROUBLE = Script(
+    spike=lambda step, batch: batch == 47,
+    nonfinite=frozenset({31, 33}),
+    saturated=lambda step, layer: 60 <= step < 75 and layer == LAYERS[0],
+    coarse=lambda step: 85 <= step < 110,
+)
+
+
+def troubled(stored: Make) -> StoredJob:
+    """A life with every kind of decision, two lost ranks and a lost supervisor."""
+    job = stored(TROUBLE)
+    job.train(60)
+    job.ranks.lose(1)
+    job.step()
+    job.step(1.0)
+    job.train(40)
+    job.lose_supervisor()
+    job.train(45)
+    job.ranks.lose(0)
+    job.step()
+    job.step(1.0)
+    job.train(60)
+    return job
+
+
+class TestOwnPolicy:
+    def test_a_troubled_life_comes_out_as_it_is_stored(self, stored: Make) -> None:
+        job = troubled(stored)
+        trace = job.trace()
+        kinds = {action.kind for action in trace.actions}
+        assert {"skip_step", "rollback", "layer_fallback", "return_to_fp8", "restart"} <= kinds
+        assert {"exchange_bf16"} <= kinds
+        found = replay(trace)
+        assert found.exact, list(replay_lines(found, None, {}))
+        assert [j.stored for j in found.decisions] != []
+        assert [j.replayed.to_json() for j in found.decisions if j.replayed] == [
+            action.to_json() for action in trace.actions
+        ]
+        assert found.not_kept == ()
+
+    @settings(
+        max_examples=5,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+    @given(data=st.data())
+    def test_whatever_happens_is_replayed(self, stored: Make, data: st.DataObject) -> None:
+        steps = st.integers(8, 60)
+        spikes = data.draw(st.sets(steps, max_size=3))
+        broken = data.draw(st.frozensets(steps, max_size=6))
+        layers = data.draw(st.dictionaries(steps, st.sampled_from(LAYERS), max_size=3))
+        coarse = data.draw(st.integers(8, 40))
+        script = Script(
+            spike=lambda step, batch: batch in spikes,
+            nonfinite=broken,
+            saturated=lambda step, layer: layers.get(step) == layer,
+            coarse=lambda step: coarse <= step < coarse + 12,
+        )
+        job = stored(script, recovery={"calm_steps": 15, "max_rollbacks": 1})
+        for _ in range(3):
+            job.train(data.draw(st.integers(1, 30)))
+            if job.supervision.phase.value == "over":
+                break
+            match data.draw(st.sampled_from(["rank", "supervisor", "nothing"])):
+                case "rank" if job.ranks.running:
+                    job.ranks.lose(1)
+                    job.step()
+                    job.step(1.0)
+                case "supervisor" if job.supervision.phase.value == "training":
+                    job.lose_supervisor()
+        trace = job.trace()
+        found = replay(trace)
+        assert found.exact, list(replay_lines(found, None, {}))
+        assert len([j for j in found.decisions if j.stored]) == len(trace.actions)
+
+    def test_steps_recorded_twice_belong_to_two_timelines(self, stored: Make) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(80)
+        first, second = replay(job.trace()).stretches
+        assert (first.timeline, first.first, first.last, first.again) == (0, 0, 47, None)
+        assert (second.timeline, second.first, second.again) == (1, 40, 47)
+        assert [judged.step for judged in first.decisions] == [47]
+
+    def test_what_was_not_decided_any_more_is_not_replayed_either(self, stored: Make) -> None:
+        job = stored(Script(nonfinite=frozenset({22, 24})))
+        job.train(23)
+        job.store.change(JOB, Cause.CANCEL_ASKED, "enough", job.now)
+        job.supervision.ask_stop("enough")
+        job.step()
+        # The ranks do two steps more before they hear of it.
+        waiting, job.ranks.waiting = job.ranks.waiting, []
+        job.train(2)
+        job.ranks.waiting = waiting
+        job.train(1)
+        trace = job.trace()
+        assert [action.step for action in trace.actions] == [22]
+        assert 24 in [context.step for context in trace.contexts if not context.decides]
+        assert replay(trace).exact
+
+    def test_a_record_that_is_not_the_one_of_then_is_found_out(self, stored: Make) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        found = replay(with_step(job.trace(), 47, loss=4.0))
+        assert not found.exact and found.departs
+        assert verdicts(found)[0] == (1, 0, 47, "missing", "rollback")
+
+    def test_an_action_that_says_something_else_is_found_out(self, stored: Make) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        trace = job.trace()
+        other = replace(trace.actions[0], skip_batches=(46, 47))
+        (judged,) = replay(replace(trace, actions=(other,))).decisions
+        assert judged.verdict is Verdict.CHANGED
+        assert judged.differing == ("skip_batches",)
+
+    def test_an_incident_that_nothing_answers_is_found_out(self, stored: Make) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        trace = job.trace()
+        stray = replace(trace.incidents[0], step=12)
+        found = replay(replace(trace, incidents=(*trace.incidents, stray)))
+        assert found.unanswered == (stray,) and not found.exact
+
+
+class TestOtherPolicy:
+    def test_a_stricter_limit_shows_what_is_new_and_says_what_is_assumed(
+        self, stored: Make
+    ) -> None:
+        job = stored(
+            Script(
+                spike=lambda step, batch: batch == 70,
+                loss=lambda step: 5.0 * (1.15 if step == 40 else 1.0),
+            )
+        )
+        job.train(80)
+        trace = job.trace()
+        assert [action.step for action in trace.actions] == [70]
+        policy = parse_policy("detection: {min_history: 6, loss_min_rise: 0.1}", "p.yaml")
+        spec = policy.applied(trace.spec)
+        found = replay(trace, spec)
+        assert verdicts(found) == [
+            (1, 0, 40, "new", "rollback"),
+            (1, 0, 70, "changed", "rollback"),
+        ] or [v[:4] for v in verdicts(found)] == [(1, 0, 40, "new"), (1, 0, 70, "changed")]
+        new, changed = found.decisions
+        assert not new.assumed and changed.assumed
+        # Within the horizon of the rollback that this policy would have made at 40.
+        assert changed.replayed is not None and changed.replayed.kind != "rollback"
+        lines = list(replay_lines(found, Path("p.yaml"), changes(trace.spec, spec)))
+        assert lines.count(f"  -- {ASSUMPTION}") == 1
+        assert "  detection.loss_min_rise: 0.25 → 0.1" in lines
+
+    def test_a_policy_that_only_words_differ_in_is_the_same(self, stored: Make) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        trace = job.trace()
+        policy = parse_policy("detection: {min_history: 6, loss_sigmas: 9, settle_steps: 2}", "p")
+        found = replay(trace, policy.applied(trace.spec))
+        assert [v[3] for v in verdicts(found)] == ["same"]
+        assert found.decisions[0].differing == ("reason", "incidents") and not found.departs
+
+    def test_a_blind_policy_misses_what_is_stored(self, stored: Make) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        trace = job.trace()
+        policy = parse_policy("detection: {loss_sigmas: 1000000}", "p")
+        assert [v[3] for v in verdicts(replay(trace, policy.applied(trace.spec)))] == ["missing"]
+
+    def test_smaller_budgets_change_the_answer_to_a_lost_rank(self, stored: Make) -> None:
+        job = stored()
+        job.train(20)
+        job.ranks.lose(1)
+        job.step()
+        job.step(1.0)
+        job.train(5)
+        trace = job.trace()
+        policy = parse_policy("recovery: {max_restarts: 0}", "p")
+        (judged,) = replay(trace, policy.applied(trace.spec)).decisions
+        assert (judged.verdict, judged.deeds_differ) == (Verdict.CHANGED, True)
+        assert judged.replayed is not None and judged.replayed.kind == "pause"
+
+
+class TestPolicyFile:
+    def test_problems_are_told_as_in_a_job_file(self) -> None:
+        text = "detection:\n  loss_sigma: 4\n  window: 8\n  min_history: 12\nrecover: {}\n"
+        with pytest.raises(SpecError) as caught:
+            parse_policy(text, "p.yaml")
+        told = str(caught.value)
+        assert "p.yaml:2: detection.loss_sigma: 4: detection has no such key" in told
+        assert "did you mean 'loss_sigmas'?" in told
+        assert "p.yaml:5: recover" in told and "a policy has no such key" in told
+        assert "did you mean 'recovery'?" in told
+
+    def test_a_section_is_checked_against_itself(self) -> None:
+        with pytest.raises(SpecError, match="min_history"):
+            parse_policy("detection: {window: 8, min_history: 12}", "p.yaml")
+
+    @pytest.mark.parametrize("text", ["", "recovery:\n", "[]", "recovery: {max_restarts: true}"])
+    def test_what_says_nothing_is_refused(self, text: str) -> None:
+        with pytest.raises(SpecError, match=r"p\.yaml"):
+            parse_policy(text, "p.yaml")
+
+    def test_a_section_that_is_not_given_is_the_jobs_own(self, stored: Make) -> None:
+        spec = stored(recovery={"horizon": 77}).spec
+        after = parse_policy("detection: {loss_sigmas: 5}", "p").applied(spec)
+        assert after.recovery == spec.recovery
+        assert after.detection.min_history == 16, "a section given is whole"
+
+
+class TestCommand:
+    def octavo(self, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+        code = cli.call(["replay", *words])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    def test_from_the_store_of_a_home(
+        self, stored: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        job.trace()
+        home = ("--home", str(tmp_path / "0"))
+        code, out, _ = self.octavo(capsys, "scripted", *home)
+        assert code == 0
+        assert "attempt 1, timeline 1: steps 40 to 51, 40 to 47 once more" in out
+        assert "same     rollback, to step 40, without batch 47" in out
+        assert out.endswith("all that is stored came out again, to the last digit\n")
+        policy = tmp_path / "p.yaml"
+        policy.write_text("detection: {loss_sigmas: 1000000}")
+        code, out, _ = self.octavo(capsys, JOB, "--policy", str(policy), "-o", "json", *home)
+        assert code == 0
+        document = json.loads(out)
+        assert document["departs"] and document["assumption"] == ASSUMPTION
+        assert document["changed"]["detection.loss_sigmas"] == {"stored": 8.0, "policy": 1e6}
+
+    def test_a_difference_is_printed_and_has_its_exit_code(
+        self,
+        stored: Make,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        trace = with_step(job.trace(), 47, loss=4.0)
+        monkeypatch.setattr("orchestrator.cli_replay.read_trace", lambda home, job: trace)
+        code, out, _ = self.octavo(capsys, JOB, "--home", str(tmp_path / "0"))
+        assert code == 104
+        assert "missing  rollback, to step 40, without batch 47" in out
+        assert out.endswith("this is not what is stored\n")
+
+    def test_without_records_it_says_what_to_do(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        code, _, err = self.octavo(capsys, "some", "--home", str(tmp_path))
+        assert code == 102 and "--keep-home" in err
