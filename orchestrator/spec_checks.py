@@ -248,10 +248,6 @@ def _detection(spec: JobSpec) -> Iterator[Finding]:
     return detection_findings(spec.detection)
 
 
-def _detection(spec: JobSpec) -> Iterator[Finding]:
-    return detection_findings(spec.detection)
-
-
 def _high_precision(spec: JobSpec) -> Iterator[Finding]:
     kept = spec.fp8.high_precision_layers
     layers = spec.model.num_layers
