@@ -39,6 +39,7 @@ TIME_TO_RECOVER_S = "recovery/time_to_recover_s"
 HIGH_PRECISION_LAYERS = "recovery/high_precision_layers"
 INCIDENTS_TABLE = "recovery/incidents"
 ACTIONS_TABLE = "recovery/actions"
+SKIP_LEDGER_TABLE = "recovery/skip_ledger"
 
 ETTR = "goodput/ettr"
 

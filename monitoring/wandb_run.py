@@ -282,9 +282,14 @@ class WandbRun:
             columns=["step", "kind", "to_step", "reason", "precision", "passed_over", "asked_by"],
             data=[_action_row(row) for row in self._actions],
         )
+        ledger = wandb.Table(
+            columns=["batch", "step", "kind", "asked_by", "reason"],
+            data=[row for action in self._actions for row in _ledger_rows(action)],
+        )
         self._run.log(
             {
                 metrics.STEP: self._step,
+                metrics.SKIP_LEDGER_TABLE: ledger,
                 metrics.INCIDENTS_TABLE: incidents,
                 metrics.ACTIONS_TABLE: actions,
             }
@@ -294,6 +299,13 @@ class WandbRun:
 def _incident_row(row: Row) -> list[Any]:
     suspects = ", ".join(suspect["layer"] for suspect in row.get("suspects", ()))
     return [row["step"], row["onset_step"], row["kind"], row["message"], suspects]
+
+
+def _ledger_rows(row: Row) -> list[list[Any]]:
+    """The batches that an action left out, one a row, and why: W&B can sort and filter them."""
+    by = (row.get("asked") or {}).get("by", "")
+    why = [row["step"], row["kind"], by, row["reason"]]
+    return [[batch, *why] for batch in row.get("skip_batches", ())]
 
 
 def _action_row(row: Row) -> list[Any]:

@@ -146,6 +146,24 @@ class TestARealOfflineRun:
         assert any(k.startswith(metrics.ACTIONS_TABLE) for k in tables)
 
 
+def test_the_skip_ledger_is_a_table_of_batches_with_the_action_that_left_them_out(faked, tmp_path):
+    run = FakeRun()
+    wandb_run = faked(run)
+    wandb_run.start()
+    wandb_run.log_action({**action_row(49, 40), "skip_batches": [47, 48]})
+    asked = {"by": "ada", "key": "k", "reason": ""}
+    wandb_run.log_action({**action_row(70, 60), "skip_batches": [69], "asked": asked})
+    wandb_run.log_step(healthy_trace(61)[60])
+    wandb_run.finish(timeout=30)
+    (table,) = [v[metrics.SKIP_LEDGER_TABLE] for v in run.logged if metrics.SKIP_LEDGER_TABLE in v]
+    assert [row[:4] for row in table.data] == [
+        [47, 49, "layer_fallback", ""],
+        [48, 49, "layer_fallback", ""],
+        [69, 70, "layer_fallback", "ada"],
+    ]
+    assert all(row[4] == action_row(49, 40)["reason"] for row in table.data[:2])
+
+
 def test_a_kill_loses_less_than_a_second(tmp_path):
     body = textwrap.dedent(
         """
