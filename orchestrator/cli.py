@@ -9,14 +9,23 @@ its id, its name or a unique beginning.
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from orchestrator import cli_control
+from orchestrator.cli_options import (
+    HomeOption,
+    JobArgument,
+    OutputOption,
+    SpecArgument,
+    client_of,
+    home_of,
+    user,
+)
 from orchestrator.cli_show import (
     INTERRUPTED,
     NOT_FOUND,
@@ -32,10 +41,6 @@ from orchestrator.cli_show import (
     print_json,
     print_json_line,
 )
-
-if TYPE_CHECKING:
-    from orchestrator.client import Client
-    from orchestrator.home import Home
 
 app = typer.Typer(
     help="Unattended FP8 training of large language models.",
@@ -62,15 +67,6 @@ def octavo(
     ] = False,
 ) -> None:
     """Unattended FP8 training of large language models."""
-
-
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id, name or unique beginning.")]
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to show it.")]
-SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="A job file (YAML).")]
-HomeOption = Annotated[
-    Path | None,
-    typer.Option("--home", help="The controller's folder; else $OCTAVO_HOME or ~/.octavo."),
-]
 
 
 @app.command()
@@ -122,7 +118,7 @@ def submit(
             # As a comment: the output is a job file.
             sys.stdout.write(f"# {backend}\n{spec_yaml(checked)}")
         return
-    job = _client(home).submit(spec_data(checked), str(spec))
+    job = client_of(home).submit(spec_data(checked), str(spec))
     if output is Output.json:
         print_json(job)
     else:
@@ -132,7 +128,7 @@ def submit(
 @app.command("list")
 def list_jobs(output: OutputOption = Output.table, home: HomeOption = None) -> None:
     """All jobs."""
-    jobs = _client(home).jobs()
+    jobs = client_of(home).jobs()
     if output is Output.json:
         print_json(jobs)
     else:
@@ -142,7 +138,7 @@ def list_jobs(output: OutputOption = Output.table, home: HomeOption = None) -> N
 @app.command()
 def status(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
     """One job; the exit code tells its state."""
-    shown = _client(home).job(job)
+    shown = client_of(home).job(job)
     if output is Output.json:
         print_json(shown)
     else:
@@ -160,7 +156,7 @@ def logs(
     home: HomeOption = None,
 ) -> None:
     """What a rank printed."""
-    client = _client(home)
+    client = client_of(home)
     first = client.logs(job, rank, attempt)
     if not first["exists"] and not follow:
         remedy = "`octavo status -o json` shows the attempts, the spec the ranks"
@@ -185,7 +181,7 @@ def events(
     home: HomeOption = None,
 ) -> None:
     """What happened to a job."""
-    client = _client(home)
+    client = client_of(home)
     told = client.follow_events(job, follow=follow)
     if output is Output.json and not follow:
         print_json(list(told))
@@ -205,8 +201,8 @@ def watch(job: JobArgument, output: OutputOption = Output.table, home: HomeOptio
     from orchestrator.cli_watch import follow, follow_json
 
     if output is Output.json:
-        raise typer.Exit(exit_code(follow_json(_client(home), job)))
-    raise typer.Exit(exit_code(follow(_client(home), job)))
+        raise typer.Exit(exit_code(follow_json(client_of(home), job)))
+    raise typer.Exit(exit_code(follow(client_of(home), job)))
 
 
 @app.command()
@@ -219,7 +215,7 @@ def report(
     """Write a job's report (HTML), or print its summary (-o json)."""
     from orchestrator.following import whole_view
 
-    view = whole_view(_client(home), job)
+    view = whole_view(client_of(home), job)
     if output is Output.json:
         from monitoring.summary import summarize
 
@@ -245,7 +241,7 @@ def replay(
     """Run a job's stored records through a policy: what it would have done, step by step."""
     from orchestrator.cli_replay import replay_job
 
-    raise typer.Exit(replay_job(_home(home), job, policy, output))
+    raise typer.Exit(replay_job(home_of(home), job, policy, output))
 
 
 @app.command()
@@ -256,7 +252,7 @@ def cancel(
     home: HomeOption = None,
 ) -> None:
     """End a job, after a checkpoint where it has something to save."""
-    gone = _client(home).cancel(job, reason or f"cancelled by {_user()}")
+    gone = client_of(home).cancel(job, reason or f"cancelled by {user()}")
     if output is Output.json:
         print_json(gone)
     else:
@@ -266,7 +262,7 @@ def cancel(
 @app.command()
 def resume(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
     """Let a paused, cancelled or failed job go on from its newest checkpoint."""
-    queued = _client(home).resume(job, f"resumed by {_user()}")
+    queued = client_of(home).resume(job, f"resumed by {user()}")
     if output is Output.json:
         print_json(queued)
         return
@@ -288,7 +284,7 @@ def up(
     """Start a controller and a Ray on this machine, or say that they run."""
     from orchestrator.cli_up import bring_up
 
-    raise typer.Exit(bring_up(_home(home), slots, standby, output))
+    raise typer.Exit(bring_up(home_of(home), slots, standby, output))
 
 
 @app.command()
@@ -296,7 +292,10 @@ def down(output: OutputOption = Output.table, home: HomeOption = None) -> None:
     """End what `octavo up` started, its jobs after a checkpoint each."""
     from orchestrator.cli_up import bring_down
 
-    raise typer.Exit(bring_down(_home(home), _user(), output))
+    raise typer.Exit(bring_down(home_of(home), user(), output))
+
+
+cli_control.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -380,25 +379,6 @@ def _error_of(error: Exception) -> CommandError | None:
         case client.ClientError() | OSError():
             return CommandError(str(error))
     return None
-
-
-def _home(path: Path | None) -> Home:
-    from orchestrator.home import Home
-
-    return Home(path) if path else Home.default()
-
-
-def _client(path: Path | None) -> Client:
-    from orchestrator.client import Client
-
-    return Client.of_home(_home(path))
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "someone"
 
 
 if __name__ == "__main__":
