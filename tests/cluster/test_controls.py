@@ -1,0 +1,125 @@
+"""What people ask of a job, from the client through controller and supervisor to real ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monitoring.job_view import split_timelines
+from monitoring.records import StepRecord
+from orchestrator.client import Client, RefusedError
+from orchestrator.following import whole_view
+from orchestrator.home import Home, HomeConfig
+
+LAYER = "layers.1.mlp.down"
+SKIPPED = 200
+
+
+@pytest.fixture(scope="module")
+def client(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    from orchestrator.controller_actor import start_controller
+
+    folder = tmp_path_factory.mktemp("controller")
+    home = Home(folder / "home")
+    home.create(HomeConfig(jobs_dir=folder / "jobs"))
+    start_controller(home)
+    yield Client.of_home(home)
+
+
+def job_spec(folder: Path) -> dict[str, Any]:
+    text = folder / "text.py"
+    words = ["def", "return", "self", "None", "import", "for", "in", "x", "y", "(", ")", ":"]
+    text.write_text(" ".join(random.Random(0).choices(words, k=40_000)))
+    return {
+        "name": "asked",
+        "slots_per_node": 2,
+        "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
+        "data": {"source": str(text)},
+        "training": {"steps": SKIPPED + 20, "seq_len": 32, "train_batch_size": 8, "lr": 1e-3},
+        "fp8": {"amax_history_len": 8},
+        "snapshots": {"every": 10, "keep": 20, "certify_after": 5},
+        "checkpoint": {"every": 0},
+        # Layers that fell back by themselves would be back in FP8 long before the end.
+        "recovery": {"calm_steps": 12},
+        "resources": {"standby": False},
+        "wandb": {"mode": "disabled"},
+    }
+
+
+def wait_for(client: Client, job: str, what: Any, seconds: float = 120.0) -> dict[str, Any]:
+    deadline = time.monotonic() + seconds
+    while not what(shown := client.job(job)):
+        assert time.monotonic() < deadline, (shown["state"], shown["reason"], shown["step"])
+        time.sleep(0.05)
+    return shown
+
+
+def numbers(records: list[StepRecord]) -> dict[int, tuple[str, str, int]]:
+    """By step, to the last bit."""
+    return {r.step: (r.loss.hex(), r.grad_norm.hex(), r.batch) for r in records}
+
+
+def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
+    client: Client, tmp_path: Path
+) -> None:
+    job = str(client.submit(job_spec(tmp_path), "asked.yaml")["id"])
+
+    def done(asked: dict[str, Any]) -> int:
+        found = client.answer(job, asked["key"])
+        assert found["state"] == "applied", found["message"]
+        return int(found["step"])
+
+    # Asked while ranks start: it waits for the first step.
+    wait_for(client, job, lambda shown: shown["state"] != "queued")
+    with pytest.raises(RefusedError, match=r"did you mean 'layers\.1\.mlp\.down'"):
+        client.precision(job, ["layers.1.mpl.down"], "bf16")
+    in_bf16 = done(client.precision(job, [LAYER], "bf16", by="alice", reason="a suspicion"))
+    exchanged = done(client.exchange(job, "bf16", by="alice"))
+    first = -(-max(in_bf16, exchanged) // 10) * 10
+    wait_for(client, job, lambda shown: shown["step"] > first + 110)
+    missing = client.answer(job, client.rollback(job, first + 1)["key"])
+    assert missing["state"] == "refused" and f"{first}, {first + 10}" in missing["message"]
+    assert done(client.rollback(job, first, [SKIPPED], by="bob", reason="a bad page")) == first
+    paused_at = done(client.pause(job, by="carol", key="only-once"))
+    wait_for(client, job, lambda shown: shown["settled"])
+    assert client.job(job)["state"] == "paused" and client.job(job)["nodes"] == []
+    assert client.pause(job, key="only-once")["state"] == "applied", "the same one"
+    with pytest.raises(RefusedError, match="resume it first"):
+        client.rollback(job, 0)
+    client.resume(job, "by test")
+    wait_for(client, job, lambda shown: shown["settled"])
+    assert client.job(job)["state"] == "succeeded"
+
+    view = whole_view(client, job)
+    kept, undone = split_timelines(list(view.steps))
+    assert [r.step for r in kept] == list(range(SKIPPED + 20))
+    # The way back and the pause after it: the same losses, from the first pass's other side.
+    before, again = numbers(undone), numbers(kept)
+    assert min(before) == first and first < paused_at < max(before), (first, paused_at, before)
+    assert {step: again[step] for step in before} == before
+    assert {r.attempt for r in kept} == {1, 2}
+    assert next(r.step for r in kept if r.attempt == 2) == paused_at
+    batches = [r.batch for r in kept]
+    assert batches == [b for b in range(SKIPPED + 21) if b != SKIPPED]
+    for record in [*kept, *undone]:
+        assert (LAYER in record.high_precision_layers) == (record.step >= in_bf16)
+        assert record.comm["wire_bits"] == (16 if record.step >= exchanged else 8)
+
+    asked = [a for a in view.actions if a["asked"] is not None]
+    assert [(a["kind"], a["asked"]["by"]) for a in asked] == [
+        ("precision", "alice"),
+        ("exchange_bf16", "alice"),
+        ("rollback", "bob"),
+        ("pause", "carol"),
+    ]
+    assert asked == list(view.actions), "the policy had nothing to do"
+    told = [e["detail"]["kind"] for e in view.events if e["kind"] == "control_applied"]
+    assert told == ["precision", "exchange", "rollback", "pause"]
+    (refused,) = [e["message"] for e in view.events if e["kind"] == "control_refused"]
+    assert f"no snapshot or checkpoint of step {first + 1}" in refused
+    assert "as bob asked" in Path(view.extra["job_dir"], "report.html").read_text()
