@@ -166,7 +166,9 @@ def contradictions(own: Mapping[str, Any], user: Mapping[str, Any]) -> list[Cont
             if key in OVERRIDABLE:
                 continue
             if key == ACCUMULATION:
-                if value != "auto" and accumulation_dtype(user) != _ACCUMULATION_NAMES.get(value):
+                if value != "auto" and not (
+                    isinstance(value, str) and value in _ACCUMULATION_NAMES
+                ):
                     found.append(Contradiction(key, value, "it is fp32 or bf16"))
                 continue
             if key in REFUSED:

@@ -232,7 +232,8 @@ class TestEveryPath:
         for path in paths:
             if PATHS[path][1].get("gradient_exchange") is not KEPT:
                 continue
-            kept, others = set(), set()
+            kept: set[str] = set()
+            others: set[str] = set()
             for rank in ranks:
                 for least, names in rank[path]["groups"].values():
                     assert least in ("fp8", "bf16", "fp32")

@@ -7,6 +7,7 @@ import pytest
 from parallel.deepspeed_config import (
     REFUSED,
     BatchShape,
+    accumulation_dtype,
     contradictions,
     merged_config,
     own_config,
@@ -87,3 +88,33 @@ def test_a_refused_key_is_refused_whatever_its_value(key: str) -> None:
         section = section.setdefault(parent, {})  # type: ignore[assignment]
     section[last] = {}
     assert [problem.key for problem in contradictions(OWN, user)] == [key]
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [("fp32", "fp32"), ("float32", "fp32"), ("bfloat16", "bf16"), ("auto", "fp32"), (None, "fp32")],
+)
+def test_what_gradients_are_added_up_in_is_the_users_to_say(asked: object, dtype: str) -> None:
+    user = {} if asked is None else {"data_types": {"grad_accum_dtype": asked}}
+    assert accumulation_dtype(user) == dtype
+    for stage in (0, 1, 2):
+        own = own_config(
+            BatchShape(1, 1, 1),
+            zero_stage=stage,
+            max_norm=1.0,
+            communication_data_type="fp8",
+            accumulation=accumulation_dtype(user),
+        )
+        assert contradictions(own, user) == []
+        config = merged_config(own, user)
+        assert config["data_types"] == {"grad_accum_dtype": dtype}
+        # DeepSpeedZeroOptimizer's buckets must come whole to the exchange.
+        bucketed = stage == 2 or (stage == 1 and dtype == "bf16")
+        assert (config["zero_optimization"].get("reduce_scatter") is False) == bucketed
+        assert config["bf16"].get("check_grad_overflow", False) == bucketed
+
+
+@pytest.mark.parametrize("asked", ["fp16", "e4m3", 16, ["bf16"]])
+def test_gradients_are_added_up_in_nothing_else(asked: object) -> None:
+    (found,) = contradictions(OWN, {"data_types": {"grad_accum_dtype": asked}})
+    assert (found.key, found.reason) == ("data_types.grad_accum_dtype", "it is fp32 or bf16")

@@ -15,7 +15,13 @@ from tests.unit.test_spec import GOOD
 TOY = "tests.ranks.toy_model:make"
 
 
-def spec(factory: str = TOY, *, num_layers: int = 2, names: tuple[str, ...] = ()) -> JobSpec:
+def spec(
+    factory: str = TOY,
+    *,
+    num_layers: int = 2,
+    names: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
+) -> JobSpec:
     options = {"width": 64, "depth": 2}
     data: dict[str, Any] = {
         **GOOD,
@@ -23,6 +29,7 @@ def spec(factory: str = TOY, *, num_layers: int = 2, names: tuple[str, ...] = ()
         "parallelism": {},
         "model": {"factory": factory, "num_layers": num_layers, "options": options},
         "fp8": {"high_precision_layers": {"names": list(names)}},
+        "gradient_exchange": {"high_precision_parameters": list(parameters)},
     }
     return spec_of(Source("job.yaml", data, {}))
 
@@ -48,6 +55,16 @@ def test_a_pattern_that_matches_none_of_its_linears_is_refused_and_one_that_does
     assert "matches none of the" in told.message
     assert "layers.0." in told.remedy
     check_factory_model(spec(names=("layers.0.*",)), "job.yaml")
+
+
+def test_a_pattern_that_matches_none_of_its_parameters_is_refused_and_one_that_does_is_not() -> (
+    None
+):
+    told = problem(spec(parameters=("ends.weight", "layers.*.mix.bias")))
+    assert told.key == "gradient_exchange.high_precision_parameters[1]"
+    assert "matches none of the" in told.message
+    assert told.remedy.startswith("did you mean 'layers.")
+    check_factory_model(spec(parameters=("ends.weight", "layers.1.norm.*")), "job.yaml")
 
 
 def test_code_that_prints_or_can_not_run_here_is_left_to_the_ranks(
