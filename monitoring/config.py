@@ -15,24 +15,79 @@ class _Section(BaseModel):
 
 
 class DetectionConfig(_Section):
-    """Thresholds of the detectors; each detector takes what it needs by name."""
+    """Thresholds of the detectors; each detector takes what it needs by name.
+
+    Where others publish a number for the same thing it is named: OLMo-core's SkipStepOptimizer
+    (6 standard deviations over 128 steps), LLM-Foundry's KillLossSpike (twice the mean, 4 steps),
+    ZClip (arXiv 2504.02507: 2.5 standard deviations, mean over about 33 steps, 25 steps of
+    warm-up), FP8's SwiGLU outliers (arXiv 2409.12517). Theirs clip, skip or stop; ours may roll
+    back, and must be surer.
+    """
 
     window: int = Field(64, ge=8)
-    """Healthy steps a baseline is made of."""
+    """Healthy steps a baseline is made of. Between ZClip's 33 and OLMo's 128: long enough for a
+    spread, short enough to follow a loss that falls."""
     min_history: int = Field(16, ge=4)
-    """Healthy steps before a baseline is trusted."""
+    """Healthy steps before a baseline is trusted. ZClip waits for 25; a median bears fewer."""
     loss_sigmas: float = Field(8.0, gt=0)
-    """Robust deviations of the loss from its trend that make a spike."""
+    """Robust deviations of the loss from its trend that make a spike. OLMo skips at 6 plain ones;
+    8 robust ones leave room for batches whose losses have heavy tails."""
     loss_min_rise: float = Field(0.25, gt=0)
-    """Rise of the loss over its trend, as a fraction of it, below which nothing is a spike."""
+    """Rise of the loss over its trend, as a fraction of it, below which nothing is a spike. A new
+    domain of the data costs less; LLM-Foundry waits for 1.0."""
+    divergence_rise: float = Field(0.1, gt=0)
+    """Rise of the loss's fast average over its slow one, as a fraction, that is a slow divergence
+    when it grows in every part of it. A harder domain jumps instead, and falls again."""
+    divergence_steps: int = Field(16, ge=4)
+    """Steps of the fast average; the slow one has four times as many. The mean of 16 steps has a
+    quarter of a step's noise, and 64 steps of rising are no run of bad batches."""
+    plateau_rise: float = Field(0.25, gt=0)
+    """Rise of the fast average over the best it ever was, as a fraction, that is a plateau above
+    the best. As ``loss_min_rise``: less can be other data."""
+    plateau_steps: int = Field(48, ge=8)
+    """Steps in a row above the best that make it. Spikes that heal by themselves do so in fewer:
+    LLM-Foundry allows them 5 % of its window of 100 or more."""
     grad_norm_sigmas: float = Field(8.0, gt=0)
-    """Robust deviations of log(gradient norm)."""
+    """Robust deviations of log(gradient norm). ZClip clips at 2.5, which costs it nothing."""
     grad_norm_min_ratio: float = Field(4.0, gt=1)
-    """Gradient norm over its median, below which nothing is a spike."""
+    """Gradient norm over its median, below which nothing is a spike: clipping deals with it."""
     saturation_pct: float = Field(1.0, gt=0, le=100)
-    """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated."""
+    """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated. Healthy
+    delayed scaling clamps 0.1 % at most, in the first steps."""
     saturation_patience: int = Field(1, ge=1)
-    """Successive steps of saturation before it is an incident."""
+    """Successive steps of saturation before it is an incident. The update is wrong at once."""
+    amax_sigmas: float = Field(8.0, gt=0)
+    """Robust deviations of log2(amax) above a tensor's own history that make a surge, as for the
+    loss."""
+    amax_surge_octaves: float = Field(3.0, gt=0)
+    """Octaves (doublings) above its own history below which no tensor has surged. Healthy inputs
+    and weights differ by half an octave from step to step; SwiGLU outliers come as many."""
+    amax_patience: int = Field(2, ge=1)
+    """Successive steps of a surge before it is an incident; one of twice the octaves is at once.
+    A single batch with an outlier leaves no trace in the weights."""
+    overflow_octaves: float = Field(6.0, gt=0)
+    """Octaves a tensor can grow beyond its own history before a scale of its own fails it. E4M3
+    has 15 octaves of normal values; most of a tensor lies 5 to 9 below its amax, so that 6 more
+    push it into subnormals and zero (in the demo, underflow begins at 5 and has 20 % at 8)."""
+    overflow_horizon: int = Field(16, ge=1)
+    """Projected steps to there, below which steady growth is an incident. Time to move the layers
+    to BF16 before anything is lost; growth that ends by itself in the demo never comes below
+    30."""
+    overflow_rise: float = Field(2.0, gt=0)
+    """Octaves that a tensor must have grown steadily before its trend is extended. Four times what
+    healthy inputs differ by from step to step."""
+    underflow_pct: float = Field(20.0, gt=0, le=100)
+    """Percent of a tensor's non-zero values flushed to zero, above what its own history has, that
+    is too much. Healthy ones lose under 1 %; every fifth value is a different tensor."""
+    underflow_patience: int = Field(8, ge=1)
+    """Successive steps of it. A delayed scale may lag an outlier by a step; 8 are no lag."""
+    frozen_scale_steps: int = Field(3, ge=1)
+    """Amaxs above what a delayed scale allows for that it didn't follow, before it counts as
+    frozen. A scale that works follows each in the next step; 3 bear a report that got lost."""
+    replica_check_every: int = Field(50, ge=0)
+    """Steps between comparisons of the replicas' parameters; 0: never. Megatron's check is off by
+    default and run every 20,000 where it is on, for it stops training; this one reads the
+    parameters once, beside it, and a rollback must not go further back than snapshots do."""
     exchange_error: float | None = Field(None, gt=0)
     """Rounding error of the FP8 gradient exchange, its norm over the gradient's, that is too
     large. Unset: 0.04 for E4M3, 0.08 for E5M2, half more than evenly spread values lose; a
@@ -41,7 +96,13 @@ class DetectionConfig(_Section):
     """Steps above it, among the last ``exchange_error_window``, that make an incident."""
     exchange_error_window: int = Field(16, ge=1)
     settle_steps: int = Field(8, ge=0)
-    """Steps after a start, a rollback or a precision change in which spikes are not reported."""
+    """Steps after a start, a rollback, a precision change or a jump of the learning rate in which
+    spikes are not reported. Transformer Engine's users see the loss move for a few steps after
+    a switch (TransformerEngine#564)."""
+    lr_jump: float = Field(2.0, gt=1)
+    """Ratio of successive learning rates, either way, beyond which they jump. The second step of a
+    warm-up has twice the first one's; else schedules move by a few percent, but for the start
+    of another cycle."""
 
 
 class WandbConfig(_Section):

@@ -84,6 +84,29 @@ class TensorStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaComparison:
+    """The parameters of data-parallel ranks, compared before a step."""
+
+    parameters: tuple[str, ...] = ()
+    """Those that are not the same on all replicas; () when all are."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that differ from most of their replicas, or all of them where there is no most."""
+    outvoted: bool = False
+    """``ranks`` are fewer than half of their replicas, so that they are the broken ones."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "parameters": list(self.parameters),
+            "ranks": list(self.ranks),
+            "outvoted": self.outvoted,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> ReplicaComparison:
+        return cls(tuple(row["parameters"]), tuple(row["ranks"]), bool(row["outvoted"]))
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One optimizer step of the whole job, merged over its ranks."""
 
@@ -119,6 +142,8 @@ class StepRecord:
     """Linears that computed in BF16 in this step."""
     drills: tuple[int, ...] = ()
     """Indices of the spec's drills that fired in this step."""
+    replicas: ReplicaComparison | None = None
+    """How the replicas' parameters compared before this step; None where nobody looked."""
 
     def to_json(self) -> dict[str, Any]:
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -128,6 +153,7 @@ class StepRecord:
         row["tensors"] = {k: v.to_json() for k, v in self.tensors.items()}
         for name in ("nonfinite_ranks", "nonfinite_parameters", "high_precision_layers", "drills"):
             row[name] = list(row[name])
+        row["replicas"] = None if self.replicas is None else self.replicas.to_json()
         return row
 
     @classmethod
@@ -139,6 +165,9 @@ class StepRecord:
         values["tensors"] = {k: TensorStats.from_json(v) for k, v in values["tensors"].items()}
         for name in ("nonfinite_ranks", "nonfinite_parameters", "high_precision_layers", "drills"):
             values[name] = tuple(values[name])
+        # Rows stored before there was such a comparison don't have it.
+        replicas = values.get("replicas")
+        values["replicas"] = None if replicas is None else ReplicaComparison.from_json(replicas)
         return cls(**values)
 
 

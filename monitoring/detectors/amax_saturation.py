@@ -18,26 +18,27 @@ a millisecond.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from monitoring.amax import split_name
 from monitoring.detectors.base import Detector, register
+from monitoring.detectors.tensors import (
+    MOST_SUSPECTS,
+    Bools,
+    Floats,
+    Ints,
+    in_bf16,
+    layers_of,
+    table_of,
+)
 from monitoring.records import Incident, StepRecord, Suspect
 
 HEAVY = 10.0
 """Times the limit that saturation must reach to count within a settling window."""
 MOVED_OCTAVES = 1.0
 """Surge from which a tensor is taken to have moved."""
-MOST_SUSPECTS = 8
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 _NEVER = -1
 
@@ -55,17 +56,6 @@ class SaturationState:
     """Steps in a row at or above the limit."""
     moved_since: Ints
     """First step of the present stretch of moving or saturation, -1 for none."""
-
-
-@lru_cache(maxsize=8)
-def _layers(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(split_name(name)[0] for name in names)
-
-
-@lru_cache(maxsize=8)
-def _in_bf16(names: tuple[str, ...], high_precision: tuple[str, ...]) -> Bools:
-    layers = frozenset(high_precision)
-    return np.array([layer in layers for layer in _layers(names)], dtype=np.bool_)
 
 
 @register
@@ -88,17 +78,15 @@ class AmaxSaturation(Detector[SaturationState]):
         names = tuple(record.tensors)
         if names != state.names:
             state = _renamed(state, names)
-        stats = list(record.tensors.values())
-        amax = np.array(list(map(attrgetter("amax"), stats)), dtype=np.float64)
-        calibrated = np.array(list(map(attrgetter("calibrated"), stats)), dtype=bool)
-        pct = np.array(list(map(attrgetter("saturated_pct"), stats)), dtype=np.float64)
+        table = table_of(record)
+        amax, pct, calibrated = table.amax, table.saturated_pct, table.calibrated
 
         with np.errstate(divide="ignore", invalid="ignore"):
             octaves = np.log2(amax)
         surge = np.where(np.isnan(octaves), np.inf, octaves) - state.reference
         surge = np.where(np.isnan(surge), 0.0, surge)
         clamped = pct >= self.config.saturation_pct
-        clamped &= state.calibrated & calibrated & ~_in_bf16(names, record.high_precision_layers)
+        clamped &= state.calibrated & calibrated & ~in_bf16(names, record.high_precision_layers)
         moved = clamped | (surge >= MOVED_OCTAVES)
         since = np.where(
             moved, np.where(state.moved_since == _NEVER, record.step, state.moved_since), _NEVER
@@ -206,7 +194,7 @@ def _suspects(
     A layer's rank comes from all its tensors that moved: saturation may show in its gradient
     while it was the weight that leapt.
     """
-    layers = _layers(state.names)
+    layers = layers_of(state.names)
     saturated = {layers[i] for i in hits.tolist()}
 
     def key(i: int) -> tuple[bool, int, bool, float, float]:

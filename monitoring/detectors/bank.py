@@ -8,24 +8,29 @@ Promises:
 - Several detectors at one step give one list. While a trouble is in hand nothing is
   reported twice: until ``rewind``, ``settle``, or ``settle_steps`` later, whichever is first.
 
-Settling: for ``settle_steps`` steps after a start, a rewind or a change of precision,
-spikes are not reported (the loss moves for good reasons then); non-finite steps and heavy
-saturation always are. The windows are found from the records themselves.
+- Incidents of detectors that see no tensors name the layers that had moved before the loss did.
+
+Settling: for ``settle_steps`` steps after a start, a rewind, a change of precision or a jump of
+the learning rate, spikes are not reported (the loss moves for good reasons then); non-finite
+steps, heavy saturation, frozen scales and replicas that differ always are. The windows are
+found from the records themselves.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from monitoring.amax import TensorScaling
 from monitoring.config import DetectionConfig
 from monitoring.detectors.base import Detector, build_detectors
-from monitoring.records import Incident, IncidentKind, StepRecord
+from monitoring.records import Incident, IncidentKind, StepRecord, Suspect
 
 PAST_STEPS = 256
 """Steps back that a rewind can be exact."""
@@ -35,6 +40,8 @@ SAVED_PAST_STATES = 8
 
 IN_STRIDE: frozenset[IncidentKind] = frozenset({"nonfinite", "exchange_error"})
 """Incidents that are answered without a way back."""
+BLIND: frozenset[IncidentKind] = frozenset({"loss_spike", "slow_divergence", "grad_norm_spike"})
+"""Incidents of detectors that see no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class BankState:
     hold_until: int | None = None
     """First step past the hold; None: no trouble in hand."""
     high_precision: tuple[str, ...] = ()
+    lr: float = 0.0
+    """Of the newest record; 0 before the first."""
 
 
 def _pack(row: Mapping[str, Any]) -> str:
@@ -71,12 +80,14 @@ class DetectorBank:
         config: DetectionConfig,
         detectors: Sequence[Detector[Any]] | None = None,
         *,
+        scaling: TensorScaling | None = None,
         save_every: int = 10,
     ) -> None:
-        """``detectors``: unset, one of each registered. ``save_every``: the steps whose past
-        states are saved, to be set to the snapshots' interval."""
+        """``detectors``: unset, one of each registered, for a job of ``scaling``.
+        ``save_every``: the steps whose past states are saved, to be set to the snapshots'
+        interval."""
         self.config = config
-        self.detectors = list(build_detectors(config) if detectors is None else detectors)
+        self.detectors = list(build_detectors(config, scaling) if detectors is None else detectors)
         self.save_every = max(1, save_every)
         self._state = self._initial()
         self._past: deque[tuple[int, BankState]] = deque(maxlen=PAST_STEPS)
@@ -106,6 +117,7 @@ class DetectorBank:
                 for incident in found
                 if not settling or detector.counts_while_settling(incident)
             ]
+        incidents = [self._told_where(incident, states) for incident in incidents]
         hold = state.hold_until
         if hold is not None:
             incidents = []
@@ -116,6 +128,18 @@ class DetectorBank:
             state, detectors=tuple(states), next_step=record.step + 1, hold_until=hold
         )
         return incidents
+
+    def _told_where(self, incident: Incident, states: Sequence[Any]) -> Incident:
+        """The incident with the layers that moved before it began, if it knows none itself.
+
+        What moved in the same step may be cause or effect: of a bad batch every tensor shows.
+        """
+        if incident.kind not in BLIND or incident.suspects:
+            return incident
+        moved: tuple[Suspect, ...] = ()
+        for detector, own in zip(self.detectors, states, strict=True):
+            moved = moved or detector.moved_before(own, incident.onset_step)
+        return replace(incident, suspects=moved) if moved else incident
 
     def rewind(self, step: int, *, timeline: int | None = None) -> int:
         """Go back to the state from before ``step`` and settle from there; safe to repeat.
@@ -190,6 +214,7 @@ class DetectorBank:
         moved = state.next_step is not None and (
             record.timeline != state.timeline
             or record.high_precision_layers != state.high_precision
+            or self._jumps(state.lr, record.lr)
         )
         settle_until = state.settle_until
         if started or moved:
@@ -202,9 +227,15 @@ class DetectorBank:
             attempt=record.attempt,
             timeline=record.timeline,
             high_precision=record.high_precision_layers,
+            lr=record.lr if math.isfinite(record.lr) else state.lr,
             settle_until=settle_until,
             hold_until=hold,
         )
+
+    def _jumps(self, before: float, lr: float) -> bool:
+        if not (before > 0.0 and math.isfinite(lr) and lr > 0.0):
+            return False
+        return max(lr / before, before / lr) > self.config.lr_jump
 
     def _dump(self, state: BankState) -> dict[str, Any]:
         own = [d.dump(s) for d, s in zip(self.detectors, state.detectors, strict=True)]
@@ -216,6 +247,7 @@ class DetectorBank:
             "settle_until": state.settle_until,
             "hold_until": state.hold_until,
             "high_precision": list(state.high_precision),
+            "lr": state.lr,
         }
 
     def _load(self, row: Mapping[str, Any], names: Sequence[str]) -> BankState:

@@ -16,8 +16,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
+from monitoring.amax import TensorScaling
 from monitoring.config import DetectionConfig
-from monitoring.records import Incident, StepRecord
+from monitoring.records import Incident, StepRecord, Suspect
 
 State = TypeVar("State")
 
@@ -28,8 +29,10 @@ class Detector(ABC, Generic[State]):
     name: ClassVar[str]
     """Word in ``Incident.detector`` and in stored states."""
 
-    def __init__(self, config: DetectionConfig) -> None:
+    def __init__(self, config: DetectionConfig, scaling: TensorScaling | None = None) -> None:
+        """``scaling``: unset, what a spec's ``fp8`` section is by default."""
         self.config = config
+        self.scaling = scaling or TensorScaling()
 
     @abstractmethod
     def initial(self) -> State:
@@ -51,6 +54,14 @@ class Detector(ABC, Generic[State]):
         """Whether an incident is reported within a settling window (spikes are not)."""
         return False
 
+    def moved_before(self, state: State, step: int) -> tuple[Suspect, ...]:
+        """Layers known to have moved before ``step``, the first in front.
+
+        For incidents of detectors that see no tensors: what moved before the loss did is where
+        to look.
+        """
+        return ()
+
 
 DETECTORS: dict[str, type[Detector[Any]]] = {}
 """Every detector by name, in the order in which they look at a record."""
@@ -63,6 +74,8 @@ def register(cls: type[Detector[Any]]) -> type[Detector[Any]]:
     return cls
 
 
-def build_detectors(config: DetectionConfig) -> list[Detector[Any]]:
+def build_detectors(
+    config: DetectionConfig, scaling: TensorScaling | None = None
+) -> list[Detector[Any]]:
     """One of each registered detector."""
-    return [cls(config) for cls in DETECTORS.values()]
+    return [cls(config, scaling) for cls in DETECTORS.values()]

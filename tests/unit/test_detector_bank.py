@@ -95,6 +95,13 @@ class TestSettling:
         ]
         assert self.spike_after(DetectorBank(CONFIG), records, step) == found
 
+    @pytest.mark.parametrize(("step", "found"), [(47, []), (48, ["loss_spike"])])
+    def test_spikes_are_silent_after_a_jump_of_the_learning_rate(self, step, found):
+        records = [
+            dataclasses.replace(r, lr=10 * r.lr) if r.step >= 40 else r for r in healthy_trace(60)
+        ]
+        assert self.spike_after(DetectorBank(CONFIG), records, step) == found
+
     @pytest.mark.parametrize(("step", "found"), [(57, []), (58, ["loss_spike"])])
     def test_spikes_are_silent_after_a_rewind(self, step, found):
         records = healthy_trace(70)
@@ -256,7 +263,9 @@ class TestRegistry:
     def test_every_registered_detector_is_built(self):
         assert [d.name for d in build_detectors(CONFIG)] == list(DETECTORS)
         assert set(DETECTORS) == {
-            "nonfinite", "loss_spike", "grad_norm_spike", "amax_saturation", "exchange_error",
+            "nonfinite", "loss_spike", "slow_divergence", "grad_norm_spike", "amax_saturation",
+            "amax_surge", "projected_overflow", "underflow", "frozen_scale", "exchange_error",
+            "replica_disagreement",
         }  # fmt: skip
 
     def test_a_name_that_is_taken_is_refused(self):

@@ -58,7 +58,7 @@ class TestSummary:
         assert summary["steps"] == summary["steps_planned"] == 240
         assert summary["final_loss"] == VIEW.steps[-1].loss
         kinds = [i["kind"] for i in summary["incidents"]]
-        assert sorted(kinds) == ["amax_saturation", "loss_spike", "nonfinite"]
+        assert sorted(kinds) == ["amax_saturation", "amax_surge", "loss_spike", "nonfinite"]
         assert [a["kind"] for a in summary["actions"]] == [
             "layer_fallback", "return_to_fp8", "skip_step",
         ]  # fmt: skip
@@ -135,13 +135,17 @@ class TestEpisodes:
             (1, 90, 80), (2, 150, None), (3, 200, None),
         ]  # fmt: skip
         assert found[0].answer == "Rolled back to step 80, layers to BF16"
-        assert set(found[0].trouble.split(" and ")) == {"FP8 saturation", "loss spike"}
+        assert set(found[0].trouble.split(" and ")) == {
+            "FP8 saturation",
+            "amax surge",
+            "loss spike",
+        }
         assert found[1].incidents == ()
 
     def test_an_incident_that_nothing_answered_yet_stands_alone(self):
         view = dataclasses.replace(VIEW, actions=())
         assert [(e.step, e.answer, len(e.incidents)) for e in episodes(view)] == [
-            (90, "Seen", 2), (200, "Seen", 1),
+            (90, "Seen", 3), (200, "Seen", 1),
         ]  # fmt: skip
 
     def test_stretches_in_bf16_begin_and_end_with_the_kept_steps(self):
