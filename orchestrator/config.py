@@ -1,13 +1,15 @@
-"""Configuration of the control plane's side of a job: resources and recovery.
+"""Configuration of the control plane's side of a job: resources, recovery, notifications.
 
 Promises: frozen values, unknown keys refused.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
+from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class _Section(BaseModel):
@@ -54,3 +56,52 @@ class RecoveryConfig(_Section):
     """Seconds a step may take; unset: 20 times the job's own median, at least 60."""
     on_exhausted: Literal["pause", "fail"] = "pause"
     """What to do when the budgets are spent."""
+
+
+NotifiedState = Literal["paused", "failed", "succeeded", "cancelled"]
+
+_SECRET_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", ".webhook.office.com")
+"""Services whose webhook URLs are secrets in themselves."""
+_SECRET_PARAMETER = re.compile(r"token|key|secret|sig|password|auth", re.I)
+_ELSEWHERE = "put the URL into the controller's environment and name the variable: webhook_env"
+
+
+def _webhook(url: str) -> str:
+    """The URL, if it is one that may be stored and shown in clear."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 — raises for one that is no number
+    except ValueError:
+        raise ValueError("is no URL, which is as https://example.com/octavo") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be a URL that begins with https:// or http://")
+    if re.search(r"[\s\x00-\x1f]", url):
+        raise ValueError("has a space or control character in it")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"holds a password, and specs are stored and shown in clear: {_ELSEWHERE}")
+    hidden = any(_SECRET_PARAMETER.search(name) for name, _ in parse_qsl(parts.query))
+    if hidden or parts.hostname.endswith(_SECRET_HOSTS):
+        raise ValueError(f"is a secret, and specs are stored and shown in clear: {_ELSEWHERE}")
+    return url
+
+
+class NotificationsConfig(_Section):
+    """Whom to tell when a job stops: a webhook, besides W&B's alerts."""
+
+    webhook: Annotated[str, AfterValidator(_webhook)] | None = None
+    """URL that JSON is posted to; no secret, it is stored and shown in clear."""
+    webhook_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Variable of the controller's environment that holds the URL instead."""
+    states: tuple[NotifiedState, ...] = ("paused", "failed")
+    """States that are told."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> NotificationsConfig:
+        if self.webhook is not None and self.webhook_env is not None:
+            raise ValueError("has both webhook and webhook_env: keep one of the two")
+        return self
+
+    def wanted(self, state: str) -> bool:
+        """Whether somebody is to be told of ``state``."""
+        told = self.webhook is not None or self.webhook_env is not None
+        return told and state in self.states

@@ -9,6 +9,7 @@ controller can be killed anywhere and the next one carries on. Time is an argume
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -37,6 +38,7 @@ from orchestrator.store import Store
 from orchestrator.store_controls import ControlRefusedError, ControlRow
 from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords, Presence, Supervisors
+from orchestrator.webhooks import check_webhook
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Controller:
         spec = spec_of(Source(file, dict(data), {}))
         check_storage(spec.checkpoint.storage_path or self._jobs_dir, file)
         check_factory_model(spec, file)
+        check_webhook(spec, file, os.environ)
         return spec
 
     def submit(self, data: Mapping[str, Any], file: str) -> JobRow:

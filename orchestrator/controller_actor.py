@@ -27,6 +27,7 @@ from orchestrator.protocol import (
 )
 from orchestrator.store import Store
 from orchestrator.supervisors import RaySupervisors
+from orchestrator.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,10 @@ class ControllerActor:
         ).start()
         threading.Thread(
             target=self._controller.run, args=(threading.Event(),), name="reconcile", daemon=True
+        ).start()
+        webhooks = Webhooks(self._controller.store)
+        threading.Thread(
+            target=webhooks.run, args=(threading.Event(),), name="webhooks", daemon=True
         ).start()
         if config.standby:
             self._keep_standby(config.standby)

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 from launch.config import RunConfig
 from monitoring.config import DetectionConfig, WandbConfig
-from orchestrator.config import RecoveryConfig, ResourcesConfig
+from orchestrator.config import NotificationsConfig, RecoveryConfig, ResourcesConfig
 from orchestrator.spec_errors import (
     Finding,
     KeyPath,
@@ -43,6 +43,7 @@ class JobSpec(RunConfig):
     detection: DetectionConfig = DetectionConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     wandb: WandbConfig = WandbConfig()
+    notifications: NotificationsConfig = NotificationsConfig()
     envs: dict[str, str] = {}
     """Environment of the ranks; no secrets, they are stored and shown in clear."""
 

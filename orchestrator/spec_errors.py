@@ -114,10 +114,10 @@ def value_at(data: object, path: KeyPath, default: object = None) -> object:
 
 
 def shown_value(path: KeyPath, value: object) -> str:
-    """One short line of ``value``; an environment's values are left out."""
+    """One short line of ``value``; an environment's values and webhooks are left out."""
     if value is None:
         return ""
-    if path[:1] == ("envs",) and len(path) > 1:
+    if (path[:1] == ("envs",) and len(path) > 1) or path == ("notifications", "webhook"):
         return "***"
     if isinstance(value, str):
         text = repr(value)

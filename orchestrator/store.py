@@ -55,6 +55,7 @@ from orchestrator.store_rows import (
     set_state,
     store_batch,
     stored_job,
+    stored_spec,
     transition_refusal,
 )
 from orchestrator.store_tables import (
@@ -67,6 +68,7 @@ from orchestrator.store_tables import (
     metadata,
     steps,
 )
+from orchestrator.store_webhooks import Delivery, due_webhooks, set_due
 
 
 class Store:
@@ -324,6 +326,33 @@ class Store:
             for row in open_controls(db):
                 found.setdefault(row.job, []).append(row.control)
         return found
+
+    # -- what is posted to webhooks
+
+    def due_webhooks(self, now: float) -> list[Delivery]:
+        """Notifications whose time has come, oldest first."""
+        with self._read() as db:
+            return [
+                Delivery(
+                    row["id"],
+                    row["job"],
+                    json.loads(row["body"]),
+                    row["tries"],
+                    stored_spec(row["spec"]).notifications,
+                )
+                for row in due_webhooks(db, now)
+            ]
+
+    def postpone_webhook(self, delivery: Delivery, due_at: float) -> None:
+        """It did not arrive; the next try is at ``due_at``."""
+        with self._write() as db:
+            set_due(db, delivery.id, due_at)
+
+    def settle_webhook(self, delivery: Delivery, event: EventDraft) -> None:
+        """It arrived or is given up, which ``event`` tells."""
+        with self._write() as db:
+            set_due(db, delivery.id, None)
+            add_event(db, delivery.job, stored_job(db, delivery.job)["attempt"], event)
 
     # -- what is read back
 

@@ -20,6 +20,7 @@ from orchestrator.protocol import EventDraft, NodeSlot, SupervisorBatch
 from orchestrator.spec import JobSpec
 from orchestrator.store_controls import answer_controls, answer_the_rest
 from orchestrator.store_tables import actions, attempts, contexts, events, incidents, jobs, steps
+from orchestrator.store_webhooks import add_webhook
 
 
 class UnknownJobError(KeyError):
@@ -79,7 +80,7 @@ def job_row(row: RowMapping) -> JobRow:
     """The row as a value."""
     values = {k: row[k] for k in JobRow.__dataclass_fields__}
     values["state"] = state_named(row["state"])
-    values["spec"] = _spec(row["spec"])
+    values["spec"] = stored_spec(row["spec"])
     values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
     return JobRow(**values)
 
@@ -93,7 +94,7 @@ def begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> boo
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(text: str) -> JobSpec:
+def stored_spec(text: str) -> JobSpec:
     """A stored spec. A pass of the controller reads every job's, and they never change."""
     return JobSpec.model_validate_json(text)
 
@@ -138,7 +139,10 @@ def set_state(
     message = f"{after.word}: {cause.value if brief or not reason else reason}"
     add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
     if after.terminal or after is JobState.PAUSED:
-        step = stored_job(db, row["id"])["step"]
+        now_stored = stored_job(db, row["id"])
+        config = stored_spec(row["spec"]).notifications
+        add_webhook(db, now_stored, config, after, cause, reason, time)
+        step = now_stored["step"]
         for control, answer in answer_the_rest(db, row["id"], after, step, reason, time):
             notice = answered(control, answer)
             draft = EventDraft(notice.kind, time, notice.message, notice.detail)

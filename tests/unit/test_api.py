@@ -49,6 +49,11 @@ ROUTES = [
     ("GET", "/v1/jobs/x/logs"),
     ("POST", "/v1/jobs/x/cancel"),
     ("POST", "/v1/jobs/x/resume"),
+    ("POST", "/v1/jobs/x/pause"),
+    ("POST", "/v1/jobs/x/rollback"),
+    ("POST", "/v1/jobs/x/precision"),
+    ("POST", "/v1/jobs/x/exchange"),
+    ("GET", "/v1/jobs/x/controls"),
     ("GET", "/v1/nothing"),
 ]
 
