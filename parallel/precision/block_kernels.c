@@ -9,7 +9,7 @@
  * or in squares. Each scale is kept as the E8M0 exponent of its inverse. Values come out
  * dequantized, in BF16, which is exact: rounding to a coarser grid than x's own leaves a value
  * of x's grid, and to a finer one nothing. */
-enum rule { BLOCK, MX };
+enum rule { BLOCK, MX, CURRENT };
 #define STRIP 512 /* columns a pass: 128 rows of them stay in the second-level cache */
 #define LARGEST_BLOCK 128
 
@@ -99,17 +99,26 @@ static inline __attribute__((always_inline)) uint16_t largest_of_run(const uint1
     return amax;
 }
 
-/* What one run of a row tells: counted where it is quantized along the rows, or alone. */
-static inline void count_run(const slot *to, const uint16_t *x, const uint16_t *value, int n,
-                             int has_nonfinite, float scale, float overflow)
+/* Least magnitude but 0 of a short run, as the upper half of its FP32 bits; 0: all are 0. */
+static inline __attribute__((always_inline)) uint16_t smallest_of_run(const uint16_t *x, int n)
 {
-    if (!to->counting) return;
-    if (has_nonfinite) {
-        to->counters[2] += nonfinite(x, n);
-        to->counters[0] += saturated(x, n, scale, overflow);
+    uint16_t less_one = 0xffffu;
+    for (int i = 0; i < n; i++) {
+        uint16_t magnitude = (uint16_t)((x[i] & 0x7fffu) - 1u);
+        less_one = magnitude < less_one ? magnitude : less_one;
     }
-    to->counters[1] += vanished(x, value, n);
-    if (to->energies) measure_error(to, x, value, n, 1.0f);
+    return (uint16_t)(less_one + 1u);
+}
+
+/* Whether some value of a run may become 0, of which `smallest` is the least but 0 and `scale` the
+ * least scale: those of up to half the least subnormal do. It costs a third of counting them, which
+ * almost no run needs: within a block they lie 18 octaves below the largest. True where in doubt:
+ * below BF16's normal numbers, and where the scale is 0 or NaN. */
+static inline int may_vanish(uint16_t smallest, float scale, const format f)
+{
+    const float half = float_of(bits_of(f.min_normal) - ((f.mantissa + 1) << 23));
+    if (smallest == 0) return 0;
+    return smallest < 0x80u || !(float_of((uint32_t)smallest << 16) * scale > half);
 }
 
 static inline __attribute__((always_inline)) void quantize_rows(
@@ -119,20 +128,28 @@ static inline __attribute__((always_inline)) void quantize_rows(
     for (int r = 0; r < rows; r++) {
         const uint16_t *in = x + r * stride;
         uint16_t *out = value + r * stride;
-        int odd = 0, at = 0;
+        uint32_t largest_here = 0;
+        float least_scale = INFINITY;
+        int at = 0;
         for (; at + block <= n; at += block) {
             const uint32_t amax = largest_of_run(in + at, block);
-            odd |= amax >= 0x7f80u;
-            round_run(in + at, block, scale_of(amax, rule, f, to->epsilon), f, out + at);
+            const block_scale by = scale_of(amax, rule, f, to->epsilon);
+            largest_here = amax > largest_here ? amax : largest_here;
+            /* A block whose scale is NaN is left out: its values become NaN, not 0. */
+            least_scale = by.scale < least_scale ? by.scale : least_scale;
+            round_run(in + at, block, by, f, out + at);
         }
         if (at < n) {
             const uint32_t amax = largest_of_run(in + at, n - at);
-            odd |= amax >= 0x7f80u;
-            round_run(in + at, n - at, scale_of(amax, rule, f, to->epsilon), f, out + at);
+            const block_scale by = scale_of(amax, rule, f, to->epsilon);
+            largest_here = amax > largest_here ? amax : largest_here;
+            least_scale = by.scale < least_scale ? by.scale : least_scale;
+            round_run(in + at, n - at, by, f, out + at);
         }
-        const uint32_t seen = (uint32_t)largest_of_run(in, n) << 16;
+        const uint32_t seen = largest_here << 16;
         *to->amax = seen > *to->amax ? seen : *to->amax;
         if (!to->counting) continue;
+        const int odd = largest_here >= 0x7f80u;
         if (odd && rule == BLOCK) {
             /* Only a block with a value that isn't finite can saturate: its scale is 1. */
             for (at = 0; at < n; at += block) {
@@ -142,7 +159,8 @@ static inline __attribute__((always_inline)) void quantize_rows(
             }
         }
         if (odd) to->counters[2] += nonfinite(in, n);
-        to->counters[1] += vanished(in, out, n);
+        if (may_vanish(smallest_of_run(in, n), least_scale, f))
+            to->counters[1] += vanished(in, out, n);
         if (to->energies) measure_error(to, in, out, n, 1.0f);
     }
 }
@@ -235,9 +253,17 @@ void octavo_quantize_squares(const slot *to, const uint16_t *x, int64_t rows, in
             *to->amax = seen > *to->amax ? seen : *to->amax;
             const block_scale by = scale_of(amax, BLOCK, E4M3, to->epsilon);
             for (int i = 0; i < m; i++) {
-                round_run(in + i * columns, n, by, E4M3, out + i * columns);
-                count_run(to, in + i * columns, out + i * columns, n, amax >= 0x7f80u, by.scale,
-                          E4M3.overflow);
+                const uint16_t *row = in + i * columns;
+                uint16_t *rounded = out + i * columns;
+                round_run(row, n, by, E4M3, rounded);
+                if (!to->counting) continue;
+                if (amax >= 0x7f80u) {
+                    to->counters[2] += nonfinite(row, n);
+                    to->counters[0] += saturated(row, n, by.scale, E4M3.overflow);
+                }
+                if (may_vanish(smallest_of_run(row, n), by.scale, E4M3))
+                    to->counters[1] += vanished(row, rounded, n);
+                if (to->energies) measure_error(to, row, rounded, n, 1.0f);
             }
         }
     if (to->counting) to->counters[3] += rows * columns;
@@ -267,5 +293,21 @@ void octavo_unpack_columns(const uint8_t *codes, const uint8_t *exponents, int64
                 value[i] = (uint16_t)(v | (uint32_t)(code[i] >> 7) << 15);
             }
         }
+    }
+}
+
+/* The scales to report of n tensors: each that of its largest magnitude, which is in the first of
+ * a row's `columns` and a BF16 number; into the second. */
+void octavo_used_scales(float *report, int64_t columns, const float *fp8_max, int64_t n,
+                        int32_t rule, int32_t power_of_two, float epsilon)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float *row = report + i * columns;
+        const format f = fp8_max[i] == E4M3.max ? E4M3 : E5M2;
+        if (rule == CURRENT)
+            row[1] = current_scale(row[0], f.max, epsilon, power_of_two);
+        else
+            row[1] = row[0] > 0.0f ? exact_scale(bits_of(row[0]) >> 16, rule, f, epsilon).scale
+                                   : 1.0f;
     }
 }

@@ -37,6 +37,8 @@ _FLAGS = (
     *("-shared", "-fPIC"),
 )
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+SCALE_RULES = {"block": 0, "mxfp8": 1, "current": 2}
+"""``enum rule`` of ``block_kernels.c``, by recipe."""
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "octavo_quantize": (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER),
     "octavo_observe": (_POINTER, _POINTER, _LONG),
@@ -48,6 +50,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "octavo_quantize_squares": (_POINTER, _POINTER, _LONG, _LONG, _POINTER),
     "octavo_unpack_columns": (_POINTER, _POINTER, _LONG, _LONG, _INT, _INT, _POINTER),
+    "octavo_used_scales": (_POINTER, _LONG, _POINTER, _LONG, _INT, _INT, ctypes.c_float),
     "octavo_block_quantize": (_POINTER, _LONG, _LONG, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "octavo_block_dequantize": (_POINTER, _POINTER, _LONG, _INT, _INT, _INT, _POINTER),
 }

@@ -41,6 +41,7 @@ class PackedState:
         operands = [(role, FORMATS[recipe.format_of(role)]) for role in ROLES] * num_linears
         tensors = len(operands)
         self.recipe = recipe
+        self._library = library
         self.kind = QUANTIZERS[recipe.scaling]
         self.history = torch.zeros(
             *(recipe.amax_history_len if recipe.has_state else 1, tensors),
@@ -127,6 +128,20 @@ class PackedState:
     def take_report(self) -> Tensor:
         """A copy of the report, which starts anew."""
         report = self.report.clone()
-        report[:, 1] = self.kind.used_scale(self.recipe, report[:, 0], report[:, 1], self.fp8_max)
+        rule = kernels.SCALE_RULES.get(self.recipe.scaling)
+        in_c = self.recipe.power_of_two or self.recipe.scaling != "block"
+        if self._library is not None and rule is not None and in_c:
+            self._library.octavo_used_scales(
+                report.data_ptr(),
+                report.shape[1],
+                self.fp8_max.data_ptr(),
+                report.shape[0],
+                rule,
+                self.recipe.power_of_two,
+                self.recipe.epsilon,
+            )
+        elif rule is not None:
+            amax, scale = report[:, 0], report[:, 1]
+            report[:, 1] = self.kind.used_scale(self.recipe, amax, scale, self.fp8_max)
         self.report.zero_()
         return report

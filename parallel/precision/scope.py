@@ -262,8 +262,12 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
 
         Counting costs plain PyTorch passes over each tensor, and the C casts next to nothing.
         """
-        for quantizer in self._packed().quantizers if self._linears else ():
-            quantizer.collect = every_counter
+        if not self._linears:
+            return
+        quantizers = self._packed().quantizers
+        if quantizers[0].collect is not every_counter:  # all are set together
+            for quantizer in quantizers:
+                quantizer.collect = every_counter
 
     def statistics(self) -> tuple[tuple[str, ...], Tensor]:
         """What the steps finished since the last call saw; starts anew.

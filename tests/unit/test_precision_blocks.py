@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -144,6 +145,33 @@ def test_both_ways_keep_the_same_amax_counters_and_codes(recipe, format, x):
         seen.append((row.amax.nan_to_num(7), row.counters, kept.scale_inv, codes.where(~nan, 0)))
     for compiled, plain in zip(*seen, strict=True):
         assert torch.equal(compiled, plain)
+    squares = [quantizer_of("block", FORMATS["E4M3"], way, "weight") for way in WAYS]
+    for quantizer in squares:
+        quantizer.quantize(x, "none")
+    assert squares[0].row.counters.tolist() == squares[1].row.counters.tolist()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "role", "format"),
+    [
+        *itertools.product(("mxfp8", "block"), ("input",), ("E4M3", "E5M2")),
+        ("block", "weight", "E4M3"),
+    ],
+)
+@pytest.mark.parametrize("largest", [2.0**-130, 2.0**-100, 1.0, 448.0, 3e38, math.inf])
+def test_both_ways_count_the_same_whichever_magnitude_is_a_rows_smallest(
+    recipe, role, format, largest
+):
+    # C counts the vanished only of rows whose smallest may vanish: it must not miss any.
+    x = torch.full((2**15, 3), largest).bfloat16()
+    x[:, 1], x[:, 2] = MAGNITUDES.minimum(x[:, 0]), 0.0
+    counters = []
+    for way in WAYS:
+        quantizer = quantizer_of(recipe, FORMATS[format], way, role)
+        quantizer.quantize(x, "none")
+        counters.append(quantizer.row.counters.tolist())
+    assert counters[0] == counters[1]
+    assert counters[0][1] > 0
 
 
 @by_way

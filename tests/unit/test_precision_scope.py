@@ -11,8 +11,10 @@ from torch import Tensor
 from monitoring.amax import headroom_octaves
 from monitoring.records import TensorStats
 from parallel.config import FP8Config, HighPrecisionLayers
+from parallel.precision import kernels, recipes
 from parallel.precision.layers import FORWARDS_UNTIL_REMINDED
 from parallel.precision.linear import BF16Linear, Float8Linear
+from parallel.precision.packed_state import PackedState
 from parallel.precision.recipes import linear_names
 from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
 from tests.unit.precision_recipes import both_ways, every_recipe, every_variant, fp8_config
@@ -509,6 +511,22 @@ class TestStatistics:
         _, statistics = stage.scope.statistics()
         assert statistics[1, 1] == 1.0
         assert (statistics[:, UNCALIBRATED] == 0).all()
+
+    @every_variant
+    def test_the_scales_reported_are_the_same_in_c_and_without_it(self, recipe):
+        # Magnitudes of every kind; each comes to an operand of each role.
+        amax = torch.arange(2**15, dtype=torch.int16).view(torch.bfloat16).float()[::7]
+        expanded, cpu = recipes.expand(fp8_config(recipe)), torch.device("cpu")
+        reports = []
+        for library in (kernels.load(), None):
+            state = PackedState(expanded, 100, cpu, library)
+            taken = []
+            for some in amax.split(100):
+                state.report[: 3 * len(some), 0] = some.repeat_interleave(3)
+                taken.append(state.take_report()[: 3 * len(some), 1])
+            reports.append(torch.cat(taken))
+        assert torch.equal(reports[0].nan_to_num(-7), reports[1].nan_to_num(-7))
+        assert reports[0].unique().numel() > 200 or recipe.startswith("delayed")
 
     def test_what_rolled_back_steps_showed_is_not_told_of_later_ones(self):
         stage = Stage()
