@@ -141,6 +141,13 @@ class RankReport:
     drills: tuple[int, ...]
     command: int
     """Number of the last command applied, 0 for none."""
+    checksums: bytes = b""
+    """int64 [parameters, 2] of ``parallel.replica_check``, before the step; empty where the step
+    isn't compared."""
+    checksum_names: tuple[str, ...] = ()
+    """Parameter by row."""
+    replicas: tuple[int, ...] = ()
+    """Ranks that hold the same parameters."""
 
 
 @dataclass(frozen=True, slots=True)

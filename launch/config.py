@@ -137,6 +137,12 @@ class RunConfig(_Section):
     it is faster than bf16; the job keeps that answer through every restart."""
     gradient_exchange: GradientExchangeConfig = GradientExchangeConfig()
     snapshots: SnapshotConfig = SnapshotConfig()
+    replica_check_every: int = Field(10, ge=0)
+    """Steps between comparisons of the parameters that data-parallel replicas hold; 0: never. As
+    often as snapshots, so that a state that was compared is there to go back to. Megatron's
+    check stops training, is off by default and run every 20,000 steps where it is on; this one
+    reads the parameters once, beside it. A bit flipped in a parameter lives until the next
+    update: 1 sees each."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     drills: tuple[Drill, ...] = ()
     """Faults to rehearse, each once."""

@@ -119,9 +119,10 @@ class TrainingLoop:
         batch = batch_of(step, self._ledger)
         lr = lr_at(step, self._run_config.training, self._lr_scale)
         self._engine.scope.collect(self._is_sampled(step))
+        checksums = self._replica_check.sums() if self._is_compared(step) else None
         result = self._engine.train_step(self._micro_batches(batch), lr)
         command = agree(self._world, self._mailbox.newest(), step, result.skipped)
-        report = self._measure(step, batch, lr, drills, result)
+        report = self._measure(step, batch, lr, drills, result) | {"checksums": checksums}
         self._step += 1
         restoring_s = self._apply(self._mailbox.take(command))
         self._snapshot_if_due()
@@ -135,6 +136,7 @@ class TrainingLoop:
         self._stream = TokenStream(run.data, run.training.seq_len)
         require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
         self._engine = engine_of(run)
+        self._replica_check = self._engine.replica_check()
         self._announce_backend()
         self._random = RandomState()
         self._tensors = {**self._engine.live_tensors(), **self._random.tensors}
@@ -316,13 +318,18 @@ class TrainingLoop:
         """
         return (step + 1) % self._run_config.fp8.statistics_every == 0
 
+    def _is_compared(self, step: int) -> bool:
+        """Whether this rank's parameters are compared with its replicas' before ``step``."""
+        every = self._run_config.replica_check_every
+        return every > 0 and step % every == 0 and len(self._replica_check.replicas) > 1
+
     def _report(self, measured: dict[str, Any], result: StepResult, seconds: float) -> None:
         training = self._run_config.training
         command = self._command
         tokens = (training.train_batch_size or 0) * training.seq_len
 
         def report() -> RankReport:
-            statistics = measured.pop("stats")
+            statistics, sums = measured.pop("stats"), measured.pop("checksums")
             packed = b"" if statistics is None else statistics.cpu().numpy().astype("<f4").tobytes()
             return RankReport(
                 **measured,
@@ -333,6 +340,9 @@ class TrainingLoop:
                 tokens=tokens,
                 step_time_s=seconds,
                 command=command,
+                checksums=b"" if sums is None else sums.cpu().numpy().astype("<i8").tobytes(),
+                checksum_names=() if sums is None else self._replica_check.names,
+                replicas=self._replica_check.replicas,
             )
 
         self._reporter.send(report)

@@ -84,10 +84,6 @@ class DetectionConfig(_Section):
     frozen_scale_steps: int = Field(3, ge=1)
     """Amaxs above what a delayed scale allows for that it didn't follow, before it counts as
     frozen. A scale that works follows each in the next step; 3 bear a report that got lost."""
-    replica_check_every: int = Field(50, ge=0)
-    """Steps between comparisons of the replicas' parameters; 0: never. Megatron's check is off by
-    default and run every 20,000 where it is on, for it stops training; this one reads the
-    parameters once, beside it, and a rollback must not go further back than snapshots do."""
     exchange_error: float | None = Field(None, gt=0)
     """Rounding error of the FP8 gradient exchange, its norm over the gradient's, that is too
     large. Unset: 0.04 for E4M3, 0.08 for E5M2, half more than evenly spread values lose; a

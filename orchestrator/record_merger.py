@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from launch.commands import RankReport
 from monitoring.amax import merge
 from monitoring.records import StepRecord
+from monitoring.replicas import RankSums, compare
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ def merge_reports(reports: Sequence[RankReport]) -> StepRecord:
         tensors=merge((report.stats_names, report.stats) for report in reports),
         high_precision_layers=_union(report.high_precision_layers for report in reports),
         drills=tuple(sorted({drill for report in reports for drill in report.drills})),
+        replicas=compare(
+            RankSums(report.rank, report.replicas, report.checksum_names, report.checksums)
+            for report in reports
+        ),
     )
 
 

@@ -41,6 +41,7 @@ from parallel.precision.backend import LayerScope, make_scope
 from parallel.precision.choice import BackendChoice, workload_of
 from parallel.precision.detection import choose_together
 from parallel.rank_groups import RankGroups, build_groups
+from parallel.replica_check import ReplicaCheck
 from parallel.step_hooks import GradientGroup, StepHooks
 from parallel.topology import Coordinate, data_size
 from parallel.transformer import ffn_size, layer_plans, loss_fn
@@ -207,6 +208,12 @@ class Engine:
         statistics = take_statistics([group.exchange for group in self._groups])
         statistics["wire_bits"] = float(EXCHANGE_BITS[self.exchange_dtype])
         return statistics
+
+    def replica_check(self) -> ReplicaCheck:
+        """Checksums of this rank's parameters, for a comparison with its replicas."""
+        named = self._engine.module.named_parameters()
+        layers = self._plan.layers
+        return ReplicaCheck(((parameter_name(n, layers), p) for n, p in named), self._replicas)
 
     def live_tensors(self) -> dict[str, Tensor]:
         """Every tensor of this rank's state, by stable name; copy them out and back in place."""

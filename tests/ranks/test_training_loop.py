@@ -35,6 +35,8 @@ from launch.config import RunConfig
 from launch.keeper import Keeper
 from launch.mailbox import Mailbox
 from monitoring.amax import decode, merge
+from monitoring.records import ReplicaComparison
+from orchestrator.record_merger import merge_reports
 from tests.ranks.launch_ranks import run_ranks
 
 WORLD = 4
@@ -256,6 +258,15 @@ def test_a_run_reports_every_step_on_every_rank_alike(undisturbed: Any) -> None:
             assert report.stats_names
     layers = {name.split("/")[0] for rank in ranks for name in rank.reports[0].stats_names}
     assert len(layers) == 16
+
+
+def test_replicas_are_compared_every_ten_steps_and_are_the_same(undisturbed: Any) -> None:
+    ranks = undisturbed(1, "delayed")
+    assert [rank.reports[0].replicas for rank in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    steps = zip(*(rank.reports for rank in ranks), strict=True)
+    records = [merge_reports(reports) for reports in steps]
+    compared = {record.step: record.replicas for record in records if record.replicas}
+    assert compared == {0: ReplicaComparison(), 10: ReplicaComparison()}
 
 
 def test_statistics_are_taken_of_every_third_step_and_amax_is_of_the_steps_between_too(
