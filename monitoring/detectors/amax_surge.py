@@ -94,6 +94,8 @@ class AmaxSurge(Detector[TensorRows]):
 
         following = TensorRows.of(table.names, (level, spread, count, run, since))
         hits = (run >= config.amax_patience) | (surging & (rise >= 2 * config.amax_surge_octaves))
+        # A level that has just become its own history is no surge any more, however high.
+        hits &= ~stays
         if not hits.any():
             return following, []
         incident = self._incident(record, hits, moved, since, rise, sigmas)
