@@ -79,19 +79,21 @@ def choose(
 
 def _chosen(device: str, format: Float8Format, block: int, compiled: bool) -> tuple[Casts, str]:
     if not compiled:
-        return SharewiseCasts(format, block, None), "asked for"
+        return SharewiseCasts(BlockCodec(format, block, None)), "asked for"
     if device == "cuda":
         if importlib.util.find_spec("triton") is None:
             reason = "Triton is not installed: pip install 'octavo[triton]'"
-            return SharewiseCasts(format, block, None), reason
+            return SharewiseCasts(BlockCodec(format, block, None)), reason
         # Seconds to import, and needed on GPUs alone.
         from parallel.precision.exchange_triton import TritonCasts
 
         return TritonCasts(format, block), "one fused kernel a hop"
     library = kernels.load() if device == "cpu" else None
     if library is None:
-        return SharewiseCasts(format, block, None), f"there is nothing faster on {device} here"
-    return SharewiseCasts(format, block, library), "built by this machine's compiler"
+        return SharewiseCasts(
+            BlockCodec(format, block, None)
+        ), f"there is nothing faster on {device} here"
+    return SharewiseCasts(BlockCodec(format, block, library)), "built by this machine's compiler"
 
 
 @functools.cache
@@ -103,10 +105,10 @@ def _say(name: CastsName, device: str, why: str) -> None:
 class SharewiseCasts:
     """A share after the other: in C, or in plain PyTorch."""
 
-    def __init__(self, format: Float8Format, block: int, library: ctypes.CDLL | None) -> None:
-        self._block = block
-        self._codec = BlockCodec(format, block, library)
-        self.name: CastsName = "plain" if library is None else "c"
+    def __init__(self, codec: BlockCodec) -> None:
+        self._block = codec.block
+        self._codec = codec
+        self.name: CastsName = "plain" if codec.library is None else "c"
 
     def pack(
         self,
@@ -212,19 +214,19 @@ def block_dequantize(payload: Tensor, scales: Tensor, format: Float8Format) -> T
 
 
 class BlockCodec:
-    """Blocks to bytes and back: in C on CPU where there is a compiler, else in PyTorch."""
+    """Blocks to bytes and back: in C, on CPU, with a library, else in plain PyTorch."""
 
     def __init__(self, format: Float8Format, block: int, library: ctypes.CDLL | None) -> None:
         self.format = format
         self.block = block
-        self._library = library
+        self.library = library
 
     def quantize(self, x: Tensor, payload: Tensor, scales: Tensor, error: Tensor) -> None:
         """``block_quantize`` in this codec's format."""
-        if self._library is None:
+        if self.library is None:
             block_quantize(x, payload, scales, self.format, error)
             return
-        self._library.octavo_block_quantize(
+        self.library.octavo_block_quantize(
             x.data_ptr(),
             x.numel(),
             scales.numel(),
@@ -237,14 +239,14 @@ class BlockCodec:
 
     def dequantize(self, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
         """Write to ``out``, or add, as many values as it has elements."""
-        if self._library is None:
+        if self.library is None:
             values = block_dequantize(payload, scales, self.format)[: out.numel()]
             if add:
                 out.add_(values)
             else:
                 out.copy_(values)
             return
-        self._library.octavo_block_dequantize(
+        self.library.octavo_block_dequantize(
             payload.data_ptr(),
             scales.data_ptr(),
             out.numel(),

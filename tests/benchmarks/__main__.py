@@ -12,6 +12,7 @@ BENCHMARKS = (
     "bench_start",
     "bench_fp8_linear",
     "bench_exchange",
+    "bench_exchange_casts",
     "bench_exchange_error",
     "bench_curves",
     "bench_fidelity",

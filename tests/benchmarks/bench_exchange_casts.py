@@ -1,0 +1,190 @@
+"""The gradient exchange's casts, every way there is: what the choice of one rests on.
+
+    python -m tests.benchmarks.bench_exchange_casts [--millions 1 16] [--ranks 2] [--repeats 7]
+
+What a rank does with a gradient beside sending it, in the exchange's buckets: ``pack`` the own
+gradient, sum all ranks' shares and round their ``mean``, ``unpack`` what was gathered. The ways
+take turns in one run, on one thread; times are medians. ``same bits`` compares with the plain way.
+torch.compile is given the plain way's two functions, a share at a time, as the plain way calls
+them. On a machine with CUDA the same is measured there, with Triton in the place of C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.config import GradientExchangeConfig
+from parallel.precision import exchange_casts
+from parallel.precision.exchange_casts import BlockCodec, Casts, SharewiseCasts, choose
+from parallel.precision.formats import E4M3
+
+HOPS = ("pack", "mean", "unpack")
+CONFIG = GradientExchangeConfig()
+
+
+class CompiledCodec(BlockCodec):
+    """The plain way's functions through torch.compile."""
+
+    def __init__(self) -> None:
+        super().__init__(E4M3, CONFIG.block, None)
+        self._quantize = torch.compile(exchange_casts.block_quantize, dynamic=False)
+        self._dequantize = torch.compile(_dequantized, dynamic=False)
+
+    def quantize(self, x: Tensor, payload: Tensor, scales: Tensor, error: Tensor) -> None:
+        self._quantize(x, payload, scales, self.format, error)
+
+    def dequantize(self, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
+        self._dequantize(payload, scales, out, add)
+
+
+def _dequantized(payload: Tensor, scales: Tensor, out: Tensor, add: bool) -> None:
+    values = exchange_casts.block_dequantize(payload, scales, E4M3)[: out.numel()]
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
+def ways(device: torch.device) -> dict[str, Casts]:
+    """By name, the chosen one first."""
+    chosen = choose(device, E4M3, CONFIG.block)
+    return {
+        chosen.name: chosen,
+        "torch.compile": SharewiseCasts(CompiledCodec()),
+        "plain": SharewiseCasts(BlockCodec(E4M3, CONFIG.block, None)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size."""
+
+    device: str
+    numel: int
+    seconds: dict[str, dict[str, float]]
+    """Medians, by way and hop."""
+    same_bits: dict[str, bool]
+
+    def total(self, way: str) -> float:
+        """Seconds of all hops."""
+        return sum(self.seconds[way].values())
+
+    def __str__(self) -> str:
+        plain = self.total("plain")
+        lines = []
+        for way, hops in self.seconds.items():
+            cells = " | ".join(f"{1000 * hops[hop]:.2f}" for hop in HOPS)
+            total = self.total(way)
+            lines.append(
+                f"| {self.device} | {self.numel / 2**20:g} M | {way} | {cells} | "
+                f"{1000 * total:.2f} | {plain / total:.2f} | "
+                f"{'yes' if self.same_bits[way] else 'NO'} |"
+            )
+        return "\n".join(lines)
+
+
+HEADER = (
+    "| device | elements | casts | pack, ms | mean, ms | unpack, ms | all, ms | plain / this | "
+    "same bits |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def measure(device: torch.device, numel: int, ranks: int, repeats: int) -> Row:
+    """Every way, in turns, after one round that compiles and isn't counted."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(numel, generator=generator).to(device)
+    all_ways = ways(device)
+    seconds: dict[str, dict[str, list[float]]] = {
+        way: {hop: [] for hop in HOPS} for way in all_ways
+    }
+    results = {}
+    for repeat in range(-1, repeats):
+        for way, casts in all_ways.items():
+            results[way], taken = _once(casts, gradient, ranks)
+            if repeat >= 0:
+                for hop in HOPS:
+                    seconds[way][hop].append(taken[hop])
+    medians = {
+        way: {hop: statistics.median(taken) for hop, taken in hops.items()}
+        for way, hops in seconds.items()
+    }
+    same = {way: torch.equal(result, results["plain"]) for way, result in results.items()}
+    return Row(device.type, numel, medians, same)
+
+
+def _once(casts: Casts, gradient: Tensor, ranks: int) -> tuple[Tensor, dict[str, float]]:
+    """What one rank of ``ranks`` with this gradient ends with, and each hop's seconds."""
+    device, block = gradient.device, CONFIG.block
+    share = CONFIG.bucket // block * block
+    buckets = gradient.split(share * ranks)
+    blocks = [-(-bucket.numel() // (block * ranks)) for bucket in buckets]
+    rows = [torch.zeros((ranks, b * (block + 1)), dtype=torch.uint8, device=device) for b in blocks]
+    means = [torch.zeros_like(row) for row in rows]
+    scratch = [torch.zeros(b * block, device=device) for b in blocks]
+    error = torch.zeros(2, dtype=torch.float64, device=device)
+    out = torch.zeros_like(gradient)
+    taken = {}
+
+    def timed(hop: str, work: Callable[[], None]) -> None:
+        _finish(device)
+        started = time.perf_counter()
+        work()
+        _finish(device)
+        taken[hop] = time.perf_counter() - started
+
+    def pack() -> None:
+        for bucket, row in zip(buckets, rows, strict=True):
+            casts.pack(bucket, row, error)
+
+    def mean() -> None:
+        # Every share's would be other ranks' work: one is this rank's.
+        for row, kept, share in zip(rows, means, scratch, strict=True):
+            casts.mean(row, kept[0], share)
+
+    def unpack() -> None:
+        for row, piece in zip(rows, out.split(share * ranks), strict=True):
+            casts.unpack(row, piece)
+
+    for hop, work in (("pack", pack), ("mean", mean), ("unpack", unpack)):
+        timed(hop, work)
+    seen = [out.view(torch.uint8), *(row.flatten() for row in (*rows, *means))]
+    return torch.cat(seen), taken
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def main() -> None:
+    """Print a table, and whether what is chosen is the fastest."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--millions", type=float, nargs="+", default=[1, 16])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    print(HEADER)
+    rows = []
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        for millions in asked.millions:
+            rows.append(
+                measure(torch.device(device), int(millions * 2**20), asked.ranks, asked.repeats)
+            )
+            print(rows[-1], flush=True)
+    for row in rows:
+        chosen = next(iter(row.seconds))
+        fastest = min(row.seconds, key=row.total)
+        said = "the fastest" if chosen == fastest else f"slower than {fastest}"
+        print(f"{row.device}, {row.numel / 2**20:g} M: {chosen} is chosen, and is {said}")
+
+
+if __name__ == "__main__":
+    main()
