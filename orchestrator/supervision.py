@@ -33,6 +33,7 @@ from launch.commands import (
 )
 from launch.rank_group import RankEnd, RankGroup
 from launch.snapshots import SnapshotError
+from monitoring.amax import TensorScaling
 from monitoring.detectors import DetectorBank
 from monitoring.records import Incident, StepRecord
 from orchestrator import notices
@@ -656,7 +657,14 @@ def _is_about(end: RankEnd, point: RestorePoint) -> bool:
 
 def new_bank(spec: JobSpec) -> DetectorBank:
     """Detectors that have seen nothing."""
-    return DetectorBank(spec.detection, save_every=spec.snapshots.every)
+    fp8 = spec.fp8
+    scaling = TensorScaling(
+        recipe=fp8.recipe,
+        fp8_format=fp8.format or "HYBRID",
+        margin=fp8.margin or 0,
+        history=fp8.amax_history_len or 1,
+    )
+    return DetectorBank(spec.detection, scaling=scaling, save_every=spec.snapshots.every)
 
 
 def _bank(resume: ResumeState) -> DetectorBank:

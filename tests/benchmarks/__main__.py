@@ -17,6 +17,7 @@ BENCHMARKS = (
     "bench_curves",
     "bench_fidelity",
     "bench_parity",
+    "bench_detectors",
 )
 
 

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monitoring.amax import TensorScaling
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DETECTORS, DetectorBank, build_detectors, register
 from monitoring.detectors.base import Detector
+from orchestrator.spec import JobSpec
+from orchestrator.supervision import new_bank
 from tests.unit.monitoring_traces import healthy_trace, surged, with_loss, with_norm
 
 CONFIG = DetectionConfig(settle_steps=8)
@@ -275,3 +278,11 @@ class TestRegistry:
         with pytest.raises(ValueError, match="two detectors are named nonfinite"):
             register(Double)
         assert DETECTORS["nonfinite"] is not Double
+
+
+def test_the_detectors_of_a_job_know_its_recipe():
+    fp8 = {"recipe": "delayed", "format": "E4M3", "margin": 2, "amax_history_len": 32}
+    bank = new_bank(JobSpec.model_validate({"name": "job", "fp8": fp8}))
+    assert {d.scaling for d in bank.detectors} == {TensorScaling("delayed", "E4M3", 2, 32)}
+    bank = new_bank(JobSpec.model_validate({"name": "job", "fp8": {"recipe": "mxfp8"}}))
+    assert not any(d.scaling.has_history or d.scaling.is_per_tensor for d in bank.detectors)
