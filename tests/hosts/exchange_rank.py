@@ -35,7 +35,7 @@ def main() -> None:
     }
     for exchange in exchanges.values():
         exchange.mean_(gradient.clone())  # buffers, connections
-    _meet("begin")
+    meet("begin")
     seconds: dict[str, list[float]] = {dtype: [] for dtype in exchanges}
     for _ in range(case["repeats"]):
         for dtype, exchange in exchanges.items():
@@ -44,12 +44,13 @@ def main() -> None:
             started = time.perf_counter()
             exchange.mean_(flat)
             seconds[dtype].append(time.perf_counter() - started)
-    _meet("end")
+    meet("end")
     print(json.dumps(seconds))
     dist.destroy_process_group()
 
 
-def _meet(what: str) -> None:
+def meet(what: str) -> None:
+    """Say ``what`` once all ranks are here, and wait for an answer."""
     dist.barrier()
     print(what, flush=True)
     sys.stdin.readline()

@@ -6,7 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,11 @@ def exchange(
         {"numel": numel, "dtypes": list(dtypes), "scattered": scattered, "repeats": repeats}
     )
     hosts = network.hosts
-    ranks = [_start(host, i, hosts[0].address, len(hosts), case) for i, host in enumerate(hosts)]
+    program = "tests.hosts.exchange_rank"
+    ranks = [
+        _start(host, program, case, rank=i, local=(0, 1), master=hosts[0].address, world=len(hosts))
+        for i, host in enumerate(hosts)
+    ]
     _hear(ranks, "begin")
     before = [host.sent_bytes() for host in hosts]
     _answer(ranks)
@@ -61,16 +65,76 @@ def exchange(
     return Exchanged(seconds, sent / len(hosts) / repeats)
 
 
-def _start(host: Host, rank: int, master: str, world: int, case: str) -> subprocess.Popen[Any]:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What training steps sent, by all hosts together."""
+
+    sent_bytes: int
+    """As their interfaces count."""
+    reported_bytes: float
+    """As the exchanges of all ranks say."""
+
+
+def train(
+    network: Network,
+    hosts_of: Sequence[int],
+    cases: Sequence[Mapping[str, Any]],
+    *,
+    tied: bool = False,
+    steps: int = 3,
+) -> list[Trained]:
+    """Train steps of each case, rank i on host ``hosts_of[i]``; the same of all cases but what
+    they say themselves."""
+    told = json.dumps({"cases": cases, "tied": tied, "steps": steps})
+    hosts = network.hosts
+    ranks = [
+        _start(
+            hosts[host],
+            "tests.hosts.training_rank",
+            told,
+            rank=i,
+            local=(list(hosts_of[:i]).count(host), hosts_of.count(host)),
+            master=hosts[hosts_of[0]].address,
+            world=len(hosts_of),
+        )
+        for i, host in enumerate(hosts_of)
+    ]
+    results = []
+    for _ in cases:
+        _hear(ranks, "begin")
+        before = sum(host.sent_bytes() for host in hosts)
+        _answer(ranks)
+        _hear(ranks, "end")
+        sent = sum(host.sent_bytes() for host in hosts) - before
+        _answer(ranks)
+        results.append(Trained(sent, sum(float(_line(rank)) for rank in ranks)))
+    for rank in ranks:
+        rank.wait(timeout=60)
+    return results
+
+
+def _start(
+    host: Host,
+    program: str,
+    case: str,
+    *,
+    rank: int,
+    local: tuple[int, int],
+    master: str,
+    world: int,
+) -> subprocess.Popen[Any]:
     env = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local[0]),
+        "LOCAL_SIZE": str(local[1]),
+        "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": master,
         "MASTER_PORT": str(PORT),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.hosts.exchange_rank", case]
+    command = [sys.executable, "-m", program, case]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return host.popen(command, env=env, cwd=ROOT, **pipes)
 

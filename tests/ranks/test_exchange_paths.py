@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from parallel.config import GradientExchangeConfig
-from parallel.engine import Engine
+from parallel.config import ExchangeDtype, GradientExchangeConfig
+from parallel.engine import Engine, StepResult
+from parallel.exchange_choice import REPEATS
+from parallel.gradients import GradientExchange, take_statistics
+from parallel.model_plan import parameter_name
 from tests.ranks.engine_runs import LR, MODEL, build
 from tests.ranks.launch_ranks import run_ranks
 from tests.ranks.test_sharded_optimizer import ODD, digest, numbers, replica_batches
@@ -29,6 +33,9 @@ KEPT = FEEDBACK.model_copy(
     update={"high_precision_parameters": ("embedding.weight", "layers.0.mlp.*")}
 )
 
+NORM = "head.norm.weight"
+"""One that the last rank holds in every layout, and DeepSpeed counts on another tensor rank."""
+
 FLAT = "BF16_Optimizer"
 BUCKETS = "DeepSpeedZeroOptimizer"
 PATHS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,6 +48,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "2 cut": (BUCKETS, {"zero_stage": 2, "deepspeed": CUT}),
     "2 bf16": (BUCKETS, {"zero_stage": 2, "deepspeed": BF16}),
 }
+COPY = GradientExchange.another
 TIED: dict[str, Any] = {"model": MODEL.model_copy(update={"tie_embeddings": True})}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "DP1": (1, {}, ("1", "1 bf16", "2")),
@@ -67,6 +75,22 @@ def differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tens
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
+def with_inf(engine: Engine, here: bool, batches: Any) -> StepResult:
+    """A step in which a norm's gradient has an Inf as its last element, on this rank."""
+
+    def plant(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.cat([gradient[:-1], gradient.new_tensor([torch.inf])])
+
+    parameters = dict(engine._engine.module.named_parameters())
+    (name,) = [n for n in parameters if parameter_name(n, engine._plan.layers) == NORM] or [None]
+    assert name is not None or not here
+    hook = parameters[name].register_hook(plant) if here and name else None
+    result = engine.train_step(batches, LR)
+    if hook is not None:
+        hook.remove()
+    return result
+
+
 def journey(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     engine = build(world_size, numbers=numbers(), **({"model": ODD} | options))
     losses: list[str] = []
@@ -89,6 +113,9 @@ def journey(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
         "names": poisoned.nonfinite_parameters,
         "changed": differing(before, copied(engine)),
     }
+
+    planted = with_inf(engine, rank == world_size - 1, replica_batches(engine, 8))
+    nan["changed"] += differing(before, copied(engine))
 
     engine.take_exchange_statistics()
     engine.set_exchange("bf16")
@@ -120,6 +147,7 @@ def journey(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
         "fp8": fp8,
         "bf16": bf16,
         "nan": nan,
+        "planted": (planted.skipped, planted.nonfinite_parameters),
         "away": away,
         "back": back,
         "replayed": (replayed == expected, same_end),
@@ -197,6 +225,8 @@ class TestEveryPath:
                 assert (nan["skipped"], nan["norm"]) == (True, float("inf")), path
                 assert len(nan["names"]) == (number == len(ranks) - 1), path
                 assert nan["changed"] == [], path
+                where = (NORM,) if number == len(ranks) - 1 else ()
+                assert rank[path]["planted"] == (True, where), path
 
     def test_replays_to_the_bit_after_a_rollback(self, launched: Any) -> None:
         ranks, paths = launched
@@ -255,3 +285,48 @@ def misnamed(rank: int, world_size: int) -> None:
 
 def test_a_pattern_that_no_stage_has_is_refused_on_every_rank() -> None:
     run_ranks(misnamed, 2)
+
+
+def measured(
+    rank: int, world_size: int, layout: dict[str, Any], paths: tuple[str, ...]
+) -> list[tuple[float, ...]]:
+    """What FP8 sends in a step, and in one of the rounds by which ``auto`` chooses."""
+    world = dist.new_group(backend="gloo")
+    assert world is not None
+    found = []
+    for path in paths:
+        options = {"gradient_exchange": FEEDBACK} | PATHS[path][1] | layout
+        engine = build(world_size, numbers=numbers(), **({"model": ODD} | options))
+        made: list[GradientExchange] = []
+
+        def another(
+            exchange: GradientExchange, dtype: ExchangeDtype, made: Any = made
+        ) -> GradientExchange:
+            made.append(COPY(exchange, dtype))
+            return made[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GradientExchange, "another", another)
+            choice = engine.choose_exchange(world)
+        rounds = take_statistics([e for e in made if e.dtype == "fp8"])["bytes"] / (REPEATS + 1)
+        assert not any(tensor.any() for tensor in residuals(engine).values())
+        assert engine.take_exchange_statistics()["bytes"] == 0.0
+        engine.set_exchange("fp8")
+        engine.train_step(replica_batches(engine, 0), LR)
+        compressed = [group.exchange for group in engine._groups if group.least == "fp8"]
+        step = take_statistics(compressed)["bytes"]
+        often = 2 if path.startswith("2") else 1  # in each of two micro-batches
+        found.append((rounds, step / often, choice.dtype == "fp8"))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["DP2", "PP2xDP2"])
+def test_auto_measures_what_a_step_exchanges(layout: str) -> None:
+    world_size, degrees, _ = LAYOUTS[layout]
+    paths = ("0", "1", "1 bf16", "2") if layout == "DP2" else ("1", "1 bf16")
+    ranks = run_ranks(measured, world_size, degrees, paths)
+    for i, path in enumerate(paths):
+        for rank in ranks:
+            rounds, sent, _ = rank[i]
+            assert rounds == pytest.approx(sent, rel=0.02), path
+        assert len({rank[i][2] for rank in ranks}) == 1
