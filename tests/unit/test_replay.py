@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator import cli
+from orchestrator.api import create_app
 from orchestrator.cli_replay import replay_lines
+from orchestrator.client import Client
+from orchestrator.controller import Controller
+from orchestrator.controls import Control
+from orchestrator.job_trace import trace_of_client
 from orchestrator.lifecycle import Cause
 from orchestrator.policy_file import changes, parse_policy
 from orchestrator.replay import ASSUMPTION, Replayed, Verdict, replay
 from orchestrator.spec_errors import SpecError
+from tests.unit.control_plane import FakeGroups, FakeSupervisors
 from tests.unit.scripted_job import LAYERS, Script
 from tests.unit.stored_job import JOB, StoredJob, with_step
 
@@ -143,6 +150,55 @@ class TestOwnPolicy:
         assert [action.step for action in trace.actions] == [22]
         assert 24 in [context.step for context in trace.contexts if not context.decides]
         assert replay(trace).exact
+
+    def test_what_a_person_asked_for_is_given_and_the_rest_is_decided_around_it(
+        self, stored: Make
+    ) -> None:
+        job = stored(TROUBLE)
+        job.train(35)
+        for key, control in {
+            "precision": {"kind": "precision", "layers": ("layers.0.*",), "to": "bf16"},
+            "rollback": {"kind": "rollback", "to_step": 35, "skip_batches": (40,)},
+            "exchange": {"kind": "exchange", "to": "bf16"},
+        }.items():
+            asked = Control(key=key, by="ada", time=job.now, **control)  # type: ignore[arg-type]
+            job.store.ask(JOB, asked)
+            job.supervision.ask([asked])
+            job.train(7)
+        job.lose_supervisor()
+        job.train(60)
+        trace = job.trace()
+        assert [a.asked.key for a in trace.actions if a.asked] == [
+            "precision",
+            "rollback",
+            "exchange",
+        ]
+        found = replay(trace)
+        assert found.exact, list(replay_lines(found, None, {}))
+        given = [j for j in found.decisions if j.verdict is Verdict.GIVEN]
+        assert len(given) == 3 and len(found.decisions) > 5
+
+    def test_the_api_tells_the_same_records_as_the_store(
+        self, stored: Make, tmp_path: Path
+    ) -> None:
+        job = stored(Script(spike=lambda step, batch: batch == 47))
+        job.train(60)
+        own = replay(job.trace())
+        controller = Controller(
+            job.store,
+            FakeGroups(4),
+            FakeSupervisors(),
+            tmp_path,
+            fixed_cluster=True,
+            clock=lambda: job.now,
+        )
+        client = Client("http://testserver", "token")
+        client.close()
+        headers = {"Authorization": "Bearer token"}
+        client._http = TestClient(create_app(controller, "token"), headers=headers)
+        over_api = replay(trace_of_client(client, "scripted"))
+        assert over_api.exact
+        assert [j.to_json() for j in over_api.decisions] == [j.to_json() for j in own.decisions]
 
     def test_a_record_that_is_not_the_one_of_then_is_found_out(self, stored: Make) -> None:
         job = stored(Script(spike=lambda step, batch: batch == 47))
