@@ -286,10 +286,18 @@ class Controller:
         if row.state is JobState.RUNNING:
             return self._lost(row, now, LastWords())
         if not self._repair(row):
-            return False
+            return self._pause_without_ranks(row, now)
         why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
         self._supervisors.start(self.store.begin_attempt(row.id, why, now))
         return True
+
+    def _pause_without_ranks(self, row: JobRow, now: float) -> bool:
+        """A job whose nodes are gone has no ranks that could stop: what is on disk is its state."""
+        asked = [c for c in self._open.get(row.id, ()) if c.kind == "pause"]
+        if asked:
+            told = f"paused by {asked[0].by} while it waited for nodes"
+            self.store.change(row.id, Cause.PAUSE_ASKED, told, now)
+        return bool(asked)
 
     def _lost(self, row: JobRow, now: float, words: LastWords) -> bool:
         """Store the loss and its answer; the next pass starts the next attempt, if there is one."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from monitoring.job_view import split_timelines
 from monitoring.records import StepRecord
 from orchestrator.client import Client, RefusedError
 from orchestrator.following import whole_view
 from orchestrator.home import Home, HomeConfig
+from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, supervisor_actor
 
 LAYER = "layers.1.mlp.down"
-SKIPPED = 200
+SKIPPED = 180
+END = 70
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def job_spec(folder: Path) -> dict[str, Any]:
         "slots_per_node": 2,
         "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
         "data": {"source": str(text)},
-        "training": {"steps": SKIPPED + 20, "seq_len": 32, "train_batch_size": 8, "lr": 1e-3},
+        "training": {"steps": SKIPPED + END, "seq_len": 32, "train_batch_size": 8, "lr": 1e-3},
         "fp8": {"amax_history_len": 8},
         "snapshots": {"every": 10, "keep": 20, "certify_after": 5},
         "checkpoint": {"every": 0},
@@ -92,23 +97,32 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
     with pytest.raises(RefusedError, match="resume it first"):
         client.rollback(job, 0)
     client.resume(job, "by test")
+    # Accepted is enough, whoever dies: the next controller tells the next supervisor.
+    wait_for(client, job, lambda shown: shown["state"] == "running" and shown["step"] > SKIPPED)
+    returned = client.exchange(job, "fp8", by="dave")["key"]
+    controller = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
+    os.kill(ray.get(controller.pid.remote()), signal.SIGKILL)
+    ray.kill(ray.get_actor(supervisor_actor(job), namespace=NAMESPACE))
+    returned_at = client.answer(job, returned)["step"]
     wait_for(client, job, lambda shown: shown["settled"])
     assert client.job(job)["state"] == "succeeded"
 
     view = whole_view(client, job)
     kept, undone = split_timelines(list(view.steps))
-    assert [r.step for r in kept] == list(range(SKIPPED + 20))
+    assert [r.step for r in kept] == list(range(SKIPPED + END))
     # The way back and the pause after it: the same losses, from the first pass's other side.
-    before, again = numbers(undone), numbers(kept)
+    before = numbers([record for record in undone if record.attempt == 1])
+    again = numbers(kept)
     assert min(before) == first and first < paused_at < max(before), (first, paused_at, before)
     assert {step: again[step] for step in before} == before
-    assert {r.attempt for r in kept} == {1, 2}
+    assert {r.attempt for r in kept} == {1, 2, 3}
     assert next(r.step for r in kept if r.attempt == 2) == paused_at
     batches = [r.batch for r in kept]
-    assert batches == [b for b in range(SKIPPED + 21) if b != SKIPPED]
+    assert batches == [b for b in range(SKIPPED + END + 1) if b != SKIPPED]
     for record in [*kept, *undone]:
         assert (LAYER in record.high_precision_layers) == (record.step >= in_bf16)
-        assert record.comm["wire_bits"] == (16 if record.step >= exchanged else 8)
+        in_fp8 = record.step < exchanged or (record.attempt == 3 and record.step >= returned_at)
+        assert record.comm["wire_bits"] == (8 if in_fp8 else 16)
 
     asked = [a for a in view.actions if a["asked"] is not None]
     assert [(a["kind"], a["asked"]["by"]) for a in asked] == [
@@ -116,10 +130,12 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
         ("exchange_bf16", "alice"),
         ("rollback", "bob"),
         ("pause", "carol"),
+        ("exchange_fp8", "dave"),
     ]
-    assert asked == list(view.actions), "the policy had nothing to do"
+    others = [a["kind"] for a in view.actions if a["asked"] is None]
+    assert others == ["restart"], "the policy answered the lost supervisor, and nothing else"
     told = [e["detail"]["kind"] for e in view.events if e["kind"] == "control_applied"]
-    assert told == ["precision", "exchange", "rollback", "pause"]
+    assert told == ["precision", "exchange", "rollback", "pause", "exchange"]
     (refused,) = [e["message"] for e in view.events if e["kind"] == "control_refused"]
     assert f"no snapshot or checkpoint of step {first + 1}" in refused
     assert "as bob asked" in Path(view.extra["job_dir"], "report.html").read_text()

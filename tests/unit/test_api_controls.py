@@ -183,6 +183,22 @@ def test_a_queued_job_is_paused_at_once_and_resumes(api: TestClient, plane: Cont
     assert plane.state(job) == "starting"
 
 
+def test_a_job_that_waits_for_lost_nodes_is_paused_without_ranks(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    job = running(plane)
+    plane.groups.held.clear()
+    plane.groups.total = {"node0": 0}
+    plane.supervisors.done.add(job)
+    plane.steps(4)
+    assert plane.state(job) == "recovering" and plane.supervisors.alive == {}
+    asked = api.post(f"/v1/jobs/{job}/pause", json={"by": "alice", "key": "k"})
+    assert asked.json()["state"] == "accepted"
+    plane.steps(1)
+    assert plane.state(job) == "paused"
+    assert api.get(f"/v1/jobs/{job}/controls/k").json()["state"] == "applied"
+
+
 def test_an_old_stored_action_still_reads(plane: ControlPlane) -> None:
     row = Action("rollback", 1, 0, 5, 0.0, "why", to_step=3).to_json()
     del row["asked"]
@@ -219,9 +235,13 @@ def test_the_commands_wait_say_the_step_and_fail_with_why_not(
     assert call([*words, "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 20
 
-    later = threading.Timer(
-        0.3, answer, (plane, job, 3, ControlAnswer("x", "refused", "there is no such step", 30))
-    )
+    def refuse() -> None:
+        seen = plane.controller.changes()
+        while not plane.store.knows_control(job, "x"):
+            seen = plane.controller.wait_for_change(seen, 0.05)
+        answer(plane, job, 3, ControlAnswer("x", "refused", "there is no such step", 30))
+
+    later = threading.Thread(target=refuse)
     later.start()
     refused = ["exchange", job, "--to", "auto", "--key", "x", "-o", "json"]
     assert call(refused) == 1

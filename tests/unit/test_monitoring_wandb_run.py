@@ -47,6 +47,11 @@ def action_row(step, to_step, timeline=0):
     }
 
 
+def pause_row(step, *, by_hand):
+    row = {**action_row(step, None), "kind": "pause", "reason": "no rung is left"}
+    return row | {"asked": {"by": "alice", "key": "k", "reason": ""} if by_hand else None}
+
+
 def read_back(directory):
     """Records of every run file below the job's directory, in order of the processes."""
     records = []
@@ -108,6 +113,8 @@ class TestARealOfflineRun:
         second.start(steps[:50], [incident_row(49)], [action_row(49, 40)])
         for step in later:
             second.log_step(step)
+        for by_hand in (False, True):
+            second.log_action(pause_row(59, by_hand=by_hand))
         assert second.finish({"state": "succeeded", "final_loss": 2.5}, timeout=30)
         assert not first.disabled
         assert not second.disabled
@@ -140,7 +147,7 @@ class TestARealOfflineRun:
         assert metrics.WORST_HEADROOM in item
 
     def test_the_incident_raised_an_alert_and_filled_the_tables(self, records):
-        (alert,) = [r["alert"] for r in records if r["type"] == "alert"]
+        alert = next(r["alert"] for r in records if r["type"] == "alert")
         assert alert["title"] == "demo-abc123: loss spike at step 49"
         tables = [k for item in history(records) for k in item if "_type" in k or "actions" in k]
         assert any(k.startswith(metrics.ACTIONS_TABLE) for k in tables)
@@ -162,6 +169,13 @@ def test_the_skip_ledger_is_a_table_of_batches_with_the_action_that_left_them_ou
         [69, 70, "layer_fallback", "ada"],
     ]
     assert all(row[4] == action_row(49, 40)["reason"] for row in table.data[:2])
+
+    def test_a_pause_calls_a_person_louder_where_nobody_asked_for_it(self, records):
+        alerts = [r["alert"] for r in records if r["type"] == "alert"][1:]
+        assert [(a["title"], a["level"], a["text"]) for a in alerts] == [
+            ("demo-abc123: pause at step 59", "ERROR", "no rung is left"),
+            ("demo-abc123: pause at step 59", "INFO", "no rung is left"),
+        ]
 
 
 def test_a_kill_loses_less_than_a_second(tmp_path):
