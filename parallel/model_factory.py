@@ -36,8 +36,12 @@ The contract:
   and a row shard being this rank's part. Other parameters are held whole by every tensor rank,
   and what is computed from them must be the same on each.
 - Initial weights may be drawn from torch's global generator: it is seeded by (seed, layer)
-  before each layer is built, so they are the same on every layout of stages and replicas. Over
-  tensor ranks shards are drawn each by itself, so there a degree changes the initial weights.
+  before each layer is built, so they are the same on every layout. While a layer is built the
+  weights of its sharded linears are the whole matrices (their features this rank's part's), so
+  whatever is written to them is cut afterwards; outputs of several kinds in one column shard
+  (queries, keys and values) are told as ``sections=``, or a rank's part would be the next
+  outputs in a row. Only Transformer Engine's modules draw their shards each by itself: there
+  the tensor degree changes the initial weights.
 - Nothing a layer does may depend on the rank. Dropout is replayed by a rollback like the rest.
 
 ``parallel.precision.convert`` swaps the ``nn.Linear`` of an existing module for FP8 ones.
@@ -131,7 +135,7 @@ def factory_plan(
     first_of = {layer.tied: i for i, layer in reversed(list(enumerate(plan.layers)))}
     layers = [
         # Copies of one module start from the same bits.
-        _seeded(layer, seed, i if layer.tied is None else first_of[layer.tied], tensor)
+        _seeded(layer, seed, i if layer.tied is None else first_of[layer.tied], scope, tensor)
         for i, layer in enumerate(plan.layers)
     ]
     return ModelPlan(layers, plan.loss)
@@ -161,13 +165,16 @@ def _check(model: ModelConfig, plan: object) -> None:
         raise FactoryError(factory, f"has two layers named {twice[0]!r}", "give each its own name")
 
 
-def _seeded(layer: LayerPlan, seed: int, index: int, tensor: TensorGroup | None) -> LayerPlan:
+def _seeded(
+    layer: LayerPlan, seed: int, index: int, scope: LayerScope, tensor: TensorGroup | None
+) -> LayerPlan:
     def build() -> nn.Module:
         import torch
 
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        shard = 0 if tensor is None else tensor.index
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), scope.whole_matrices() as whole:
+            # Shards that draw their own weights must not draw the same ones.
+            shard = 0 if whole or tensor is None else tensor.index
             torch.manual_seed(((seed * 1_000_003 + index) * 4099 + shard) % 2**63)
             module = layer.build()
         if tensor is not None:

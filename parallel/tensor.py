@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 ShardKind = Literal["column", "row"]
 """How tensor ranks share a matrix: its outputs, or its inputs."""
@@ -113,6 +113,41 @@ def slice_weight(
         return whole.chunk(size, dim=1)[index].clone()
     blocks = whole.split(tuple(sections) or whole.shape[0])
     return torch.cat([block.chunk(size)[index] for block in blocks])
+
+
+@dataclass(frozen=True, slots=True)
+class WholeMatrix:
+    """A linear whose weight is the whole matrix for now, while initial weights are drawn."""
+
+    name: str
+    linear: nn.Linear
+    shard: Shard
+    shape: tuple[int, int]
+    """Outputs and inputs of the matrix."""
+    sections: tuple[int, ...]
+    """As in ``slice_weight``."""
+
+    @torch.no_grad()
+    def cut(self) -> None:
+        """Leave the linear this rank's part, in the same parameter, marked as sharded.
+
+        Raises ValueError where its weight has another shape than the matrix, and where sections
+        can't be divided.
+        """
+        weight, tensor = self.linear.weight, self.shard.tensor
+        if tuple(weight.shape) != self.shape:
+            raise ValueError(
+                f"linear {self.name!r}: its weight has the shape {list(weight.shape)}, "
+                f"{list(self.shape)} was made: set the whole matrix, tensor ranks cut it later"
+            )
+        if any(height % tensor.size for height in self.sections):
+            raise ValueError(
+                f"linear {self.name!r}: sections {list(self.sections)} over {tensor.size} tensor "
+                "ranks"
+            )
+        part = slice_weight(weight, self.shard.kind, tensor.index, tensor.size, self.sections)
+        weight.data = part
+        mark_sharded(weight)
 
 
 class _CopyToShards(torch.autograd.Function):

@@ -12,7 +12,7 @@ Promises: importing this imports neither torch nor a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,8 +45,12 @@ class LayerScope(Protocol):
         *,
         dtype: torch.dtype = ...,
         shard: ShardKind | None = None,
+        sections: Sequence[int] = (),
     ) -> nn.Module:
         """A bias-free linear with its own ``weight`` [outputs, inputs]; [..., in] → [..., out].
+
+        ``sections``: heights of blocks of outputs of which every column shard has its part, in
+        the matrix that ``whole_matrices`` cuts.
 
         Raises ValueError for a name given twice and for a linear made after the first forward.
         """
@@ -60,6 +64,7 @@ class LayerScope(Protocol):
         *,
         eps: float,
         shard: ShardKind | None = None,
+        sections: Sequence[int] = (),
         dtype: torch.dtype = ...,
     ) -> nn.Module:
         """RMSNorm (weights start at one), then the linear ``name``."""
@@ -81,6 +86,11 @@ class LayerScope(Protocol):
         Each of the two is registered by itself and changes its precision by itself.
         ``smooth``: the variant of arXiv 2409.12517; ``sharded``: over the tensor ranks.
         """
+        ...
+
+    def whole_matrices(self) -> AbstractContextManager[bool]:
+        """Around the making of a layer: its sharded linears have their whole matrices inside, and
+        are cut when it is left, where it yields true."""
         ...
 
     def micro_batch(self) -> AbstractContextManager[None]:

@@ -112,13 +112,12 @@ static inline __attribute__((always_inline)) uint16_t smallest_of_run(const uint
 
 /* Whether some value of a run may become 0, of which `smallest` is the least but 0 and `scale` the
  * least scale: those of up to half the least subnormal do. It costs a third of counting them, which
- * almost no run needs: within a block they lie 18 octaves below the largest. True where in doubt:
- * below BF16's normal numbers, and where the scale is 0 or NaN. */
+ * almost no run needs: within a block they lie 18 octaves below the largest. True where the scale
+ * is 0 or NaN. */
 static inline int may_vanish(uint16_t smallest, float scale, const format f)
 {
     const float half = float_of(bits_of(f.min_normal) - ((f.mantissa + 1) << 23));
-    if (smallest == 0) return 0;
-    return smallest < 0x80u || !(float_of((uint32_t)smallest << 16) * scale > half);
+    return smallest && !(float_of((uint32_t)smallest << 16) * scale > half);
 }
 
 static inline __attribute__((always_inline)) void quantize_rows(

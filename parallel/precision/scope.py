@@ -18,8 +18,8 @@ model carries the whole scope, and so every linear of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from parallel.precision.quantizers import Quantizer
 from parallel.precision.recipes import ROLES, Role
 from parallel.precision.scaling import amax_over_shards
 from parallel.precision.switching import SwitchableLinears, precision_of_state, refuse_unknown
-from parallel.tensor import ShardKind, TensorGroup, shard_of
+from parallel.tensor import ShardKind, TensorGroup, WholeMatrix, shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         self._num_layers = num_layers
         self._observation = Observation(awaits_steps=self.recipe.has_state)
         self._state: PackedState | None = None
+        self._whole: list[WholeMatrix] | None = None
         on_cpu = self.device.type == "cpu"
         self._kernels = kernels.load() if compiled and on_cpu and precision == "fp8" else None
         names = recipes.linear_names(num_layers)
@@ -88,11 +89,13 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         *,
         dtype: torch.dtype = torch.bfloat16,
         shard: ShardKind | None = None,
+        sections: Sequence[int] = (),
     ) -> nn.Module:
         """Create and register a bias-free linear; ``name`` as ``layers.3.mlp.down``.
 
         The features are the whole matrix's; with ``shard`` and tensor ranks the module holds
-        this rank's part of it.
+        this rank's part of it. ``sections`` are the heights of blocks of outputs of which each
+        column shard has its part (queries, keys and values); they matter in ``whole_matrices``.
 
         In a BF16 job, and where ``high_precision_layers`` says so, it is a plain one whose
         precision is fixed (``fixed_layers``). All linears are made before the first forward:
@@ -101,27 +104,56 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         """
         if name in self._linears or name in self._fixed:
             raise ValueError(f"linear {name!r} is registered already")
+        if sections and sum(sections) != out_features:
+            raise ValueError(
+                f"linear {name!r}: sections {list(sections)} of {out_features} outputs"
+            )
         part = shard_of(self.tensor, shard)
+        shape = out_features, in_features
         if part is not None:
             in_features, out_features = part.features(name, in_features, out_features)
+        whole = part is not None and self._whole is not None
+        # A shard of its own would take other draws from the generator than the matrix does.
+        device = torch.device("meta") if whole else self.device
+        layer: BF16Linear | Float8Linear
         if self.stays_in_bf16(name):
             self._fixed.append(name)
-            return BF16Linear(
-                in_features, out_features, dtype=dtype, device=self.device, shard=part
+            layer = BF16Linear(in_features, out_features, dtype=dtype, device=device, shard=part)
+        else:
+            self._admit(name, in_features, out_features)
+            layer = self._linears[name] = Float8Linear(
+                name,
+                in_features,
+                out_features,
+                dtype=dtype,
+                device=device,
+                bind=self._operands_of,
+                shard=part,
+                observation=self._observation,
             )
-        self._admit(name, in_features, out_features)
-        layer = Float8Linear(
-            name,
-            in_features,
-            out_features,
-            dtype=dtype,
-            device=self.device,
-            bind=self._operands_of,
-            shard=part,
-            observation=self._observation,
-        )
-        self._linears[name] = layer
+        if whole:
+            assert self._whole is not None and part is not None
+            layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device))
+            layer.reset_parameters()
+            self._whole.append(WholeMatrix(name, layer, part, shape, tuple(sections)))
         return layer
+
+    @contextmanager
+    def whole_matrices(self) -> Iterator[bool]:
+        """Linears made inside have the whole matrix as their weight until it is left, and this
+        rank's part from then on, so that initial weights drawn inside don't depend on how many
+        tensor ranks there are. Yields whether it is so: here it is.
+
+        Their features are the part's throughout. Raises ValueError where a weight isn't the whole
+        matrix any more.
+        """
+        self._whole = []
+        try:
+            yield True
+            for matrix in self._whole:
+                matrix.cut()
+        finally:
+            self._whole = None
 
     def adopt(self, name: str, linear: nn.Linear) -> Float8Linear:
         """An FP8 linear with the parameters of ``linear``, bias included: the same tensors.
@@ -169,11 +201,14 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         *,
         eps: float,
         shard: ShardKind | None = None,
+        sections: Sequence[int] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> NormLinear:
         """RMSNorm, then the linear ``name``; as ``linear`` otherwise."""
         norm = RMSNorm(in_features, eps, dtype=dtype, device=self.device)
-        linear = self.linear(name, in_features, out_features, dtype=dtype, shard=shard)
+        linear = self.linear(
+            name, in_features, out_features, dtype=dtype, shard=shard, sections=sections
+        )
         return NormLinear(norm, linear)
 
     def norm_mlp(
@@ -194,7 +229,9 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         norm = RMSNorm(hidden, eps, dtype=dtype, device=self.device)
         column: ShardKind | None = "column" if sharded else None
         row: ShardKind | None = "row" if sharded else None
-        gate_up = self.linear(f"{name}.gate_up", hidden, 2 * ffn, dtype=dtype, shard=column)
+        gate_up = self.linear(
+            f"{name}.gate_up", hidden, 2 * ffn, dtype=dtype, shard=column, sections=(ffn, ffn)
+        )
         down = self.linear(f"{name}.down", ffn, hidden, dtype=dtype, shard=row)
         return NormMLP(norm, gate_up, down, smooth=smooth)
 

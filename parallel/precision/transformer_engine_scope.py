@@ -15,7 +15,7 @@ comes back as plain tensors, never as a module's ``_extra_state``, which is a pi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
         *,
         dtype: torch.dtype = torch.bfloat16,
         shard: ShardKind | None = None,
+        sections: Sequence[int] = (),
     ) -> nn.Module:
         """Create and register a bias-free linear, see ``LayerScope``.
 
@@ -118,6 +119,7 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
         *,
         eps: float,
         shard: ShardKind | None = None,
+        sections: Sequence[int] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> nn.Module:
         """RMSNorm and the linear ``name`` in one module, see ``LayerScope``."""
@@ -158,6 +160,10 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
             tensor=self._tensor,
         )
         return SwitchedMLP(gate_up, self._register(f"{name}.down", down, eps=None, shard=row))
+
+    def whole_matrices(self) -> AbstractContextManager[bool]:
+        """False: Transformer Engine makes shards, each with its own initial weights."""
+        return nullcontext(False)
 
     def _norm_linear(
         self,

@@ -74,10 +74,9 @@ def test_a_users_model_trains_in_fp8(alone: dict[str, dict[str, Any]], layout: s
         losses = rank["kept"]["losses"]
         assert losses == ranks[0]["kept"]["losses"]
         assert rank["recomputed"]["losses"] == losses
-        if "tensor" in degrees:  # other initial weights: learnt all the same
-            assert losses[-1] < 0.8 * losses[0]
-        else:
-            assert losses == pytest.approx(expected, rel=0.01)
+        # Initial weights are the same bits on every layout, over tensor ranks too.
+        assert losses == pytest.approx(expected, rel=0.01)
+        assert losses[0] == pytest.approx(expected[0], rel=1e-3)
     linears = {name for rank in ranks for name in rank["kept"]["layers"]}
     fixed = {name for rank in ranks for name in rank["kept"]["fixed"]}
     assert fixed == {f"layers.0.{n}" for n in ("mix", "mlp.gate_up", "mlp.down")} | {"layers.2.mix"}

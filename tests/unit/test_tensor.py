@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from parallel.config import FP8Config, ModelConfig
+from parallel.config import FP8Config, HighPrecisionLayers, ModelConfig
 from parallel.precision.scope import PrecisionScope
-from parallel.tensor import TensorGroup, is_sharded, slice_weight
+from parallel.tensor import ShardKind, TensorGroup, is_sharded, slice_weight
 from parallel.transformer import layer_plans
 
 MODEL = ModelConfig(
@@ -100,3 +100,79 @@ class TestShardsOfALayer:
         made = scope.linear("layers.0.attn.out", 64, 64)
         assert isinstance(made, nn.Linear)
         assert made.weight.shape == (64, 64)
+
+
+class TestWholeMatrices:
+    """Initial weights of linears that a scope makes, over as many tensor ranks as there are."""
+
+    QKV = (64, 32, 32)
+
+    def made(self, shards: int, index: int, draw: bool) -> dict[str, nn.Parameter]:
+        tensor = None if shards == 1 else TensorGroup(NO_GROUP, index, shards)
+        kept = HighPrecisionLayers(names=("layers.0.kept",))
+        fp8 = FP8Config(high_precision_layers=kept)
+        scope = PrecisionScope("fp8", fp8, num_layers=1, tensor=tensor, built_in=False)
+        torch.manual_seed(3)
+        with scope.whole_matrices() as whole:
+            assert whole
+            layers = {
+                "column": scope.linear("layers.0.column", 64, 192, shard="column"),
+                "qkv": scope.norm_linear(
+                    "layers.0.qkv", 64, 128, eps=1e-5, shard="column", sections=self.QKV
+                ),
+                "row": scope.linear("layers.0.row", 192, 64, shard="row"),
+                "kept": scope.linear("layers.0.kept", 192, 64, shard="row"),
+                "mlp": scope.norm_mlp("layers.0.mlp", 64, 192, eps=1e-5, sharded=True),
+                "all": scope.linear("layers.0.all", 64, 64),
+            }
+            if draw:
+                nn.init.orthogonal_(weight := layers["row"].weight.float())
+                with torch.no_grad():
+                    layers["row"].weight.copy_(weight)
+                    layers["qkv"].linear.weight.normal_(0, 0.05)
+        return {
+            f"{name}.{key}": parameter
+            for name, module in layers.items()
+            for key, parameter in module.named_parameters()
+        }
+
+    @pytest.mark.parametrize("draw", [False, True], ids=["as made", "drawn anew"])
+    @pytest.mark.parametrize("shards", [2, 4])
+    def test_are_cut_from_the_bits_of_one_rank(self, shards: int, draw: bool) -> None:
+        alone = self.made(1, 0, draw)
+        parts = [self.made(shards, index, draw) for index in range(shards)]
+        cuts: dict[str, tuple[ShardKind, tuple[int, ...]]] = {
+            "column.weight": ("column", ()),
+            "qkv.linear.weight": ("column", self.QKV),
+            "row.weight": ("row", ()),
+            "kept.weight": ("row", ()),
+            "mlp.gate_up.weight": ("column", (192, 192)),
+            "mlp.down.weight": ("row", ()),
+        }
+        for name, whole in alone.items():
+            for index, part in enumerate(parts):
+                assert is_sharded(part[name]) == (name in cuts)
+                wanted = whole
+                if name in cuts:
+                    kind, sections = cuts[name]
+                    wanted = slice_weight(whole, kind, index, shards, sections)
+                assert torch.equal(part[name], wanted), name
+
+    def test_a_weight_that_is_no_whole_matrix_any_more_and_sections_that_do_not_fit_are_told(
+        self,
+    ) -> None:
+        tensor = TensorGroup(NO_GROUP, 0, 2)
+        scope = PrecisionScope("fp8", FP8Config(), num_layers=1, tensor=tensor, built_in=False)
+        with (
+            pytest.raises(ValueError, match=r"'a'.*shape \[32, 64\].*set the whole matrix"),
+            scope.whole_matrices(),
+        ):
+            scope.linear("a", 64, 64, shard="column").weight = nn.Parameter(torch.zeros(32, 64))
+        with (
+            pytest.raises(ValueError, match=r"'b': sections \[63, 1\] over 2 tensor ranks"),
+            scope.whole_matrices(),
+        ):
+            scope.linear("b", 64, 64, shard="column", sections=(63, 1))
+        with pytest.raises(ValueError, match=r"'c': sections \[32\] of 64 outputs"):
+            scope.linear("c", 64, 64, sections=(32,))
+        assert scope.linear("d", 64, 64, shard="column").weight.shape == (32, 64)
