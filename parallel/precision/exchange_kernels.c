@@ -62,7 +62,8 @@ void octavo_block_quantize(const float *restrict x, int64_t n, int64_t nblocks, 
         else block_chunk(in, m, scale, E4M3, code, &err, &norm);
         memset(code + m, 0, block - m);
         scales[b] = (uint8_t)e;
-        const double inverse = ldexp(1.0, (int)e - 127);
+        /* Of the exponent 0 nothing comes back: 2^-135 and less, which no statistic counts. */
+        const double inverse = e ? ldexp(1.0, (int)e - 127) : 0.0;
         error[0] += err * inverse * inverse;
         error[1] += norm * inverse * inverse;
     }

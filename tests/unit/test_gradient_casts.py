@@ -10,9 +10,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,13 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel.precision import exchange_casts, kernels
-from parallel.precision.exchange_casts import BlockCodec, SharewiseCasts, choose
+from parallel.precision.exchange_casts import BlockCodec, Casts, SharewiseCasts, choose
 from parallel.precision.formats import E4M3, E5M2, FORMATS
+from tests.unit.cast_cases import KINDS, compare, gradients, reference, rows_for, same_bits
 from tests.unit.interpreted_triton import Interpreter, interpreter, needs_triton
 
 by_format = pytest.mark.parametrize("format", ["E4M3", "E5M2"])
 examples = settings(max_examples=30, deadline=None)
 BLOCKS = st.sampled_from([16, 20, 33, 128])
+VALUES = st.sampled_from(KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -35,48 +35,12 @@ def interpreted() -> Iterator[Interpreter]:
         yield run
 
 
-def reference(hop: str, format: str, block: int, *args: Any) -> list[Any]:
-    told = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
-    getattr(SharewiseCasts(BlockCodec(FORMATS[format], block, None)), hop)(*told)
-    return told
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """NaN is NaN, whatever its payload; zeros have signs."""
-    if one.dtype is not torch.float32:
-        return torch.equal(one, other)
-    nan = one.isnan() & other.isnan()
-    return torch.equal(one.view(torch.int32)[~nan], other.view(torch.int32)[~nan])
-
-
-def gradients(seed: int, numel: int, kind: str) -> Tensor:
-    """float32 [numel] of every magnitude that matters, in runs of about a block."""
-    draw = np.random.default_rng(seed)
-    if kind == "any bits":
-        # Any float there is: infinities, NaN and subnormals among them.
-        return torch.from_numpy(draw.integers(0, 2**32, numel, np.uint32).view(np.float32))
-    lowest, highest = {"usual": (-40, 10), "subnormal": (-150, -126), "huge": (100, 128)}[kind]
-    octaves = np.repeat(draw.uniform(lowest, highest, numel // 16 + 1), 16)[:numel]
-    with np.errstate(over="ignore"):
-        values = (draw.uniform(-1, 1, numel) * 2.0**octaves).astype(np.float32)
-    values[draw.random(numel) < 0.1] = draw.choice([0.0, -0.0])
-    return torch.from_numpy(values)
-
-
-KINDS = st.sampled_from(["any bits", "usual", "subnormal", "huge"])
-
-
-def rows_for(ranks: int, numel: int, block: int) -> Tensor:
-    """Rows of bytes for shares of ``numel`` elements, with something else in them."""
-    return torch.full((ranks, -(-numel // block) * (block + 1)), 77, dtype=torch.uint8)
-
-
 @needs_triton
 class TestInterpreted:
     @by_format
     @examples
     @given(
-        st.integers(0, 2**31), KINDS, BLOCKS, st.integers(1, 4), st.integers(1, 400), st.booleans()
+        st.integers(0, 2**31), VALUES, BLOCKS, st.integers(1, 4), st.integers(1, 400), st.booleans()
     )
     def test_a_vector_is_packed_into_the_plain_bytes_and_residuals(
         self, interpreted, format, seed, kind, block, ranks, numel, feedback
@@ -95,7 +59,7 @@ class TestInterpreted:
 
     @by_format
     @examples
-    @given(st.integers(0, 2**31), KINDS, BLOCKS, st.integers(2, 4), st.data())
+    @given(st.integers(0, 2**31), VALUES, BLOCKS, st.integers(2, 4), st.data())
     def test_parts_of_a_scattered_gradient_are_packed_without_the_ranks_own(
         self, interpreted, format, seed, kind, block, ranks, data
     ):
@@ -113,7 +77,7 @@ class TestInterpreted:
 
     @by_format
     @examples
-    @given(st.integers(0, 2**31), KINDS, BLOCKS, st.integers(2, 5), st.integers(1, 300))
+    @given(st.integers(0, 2**31), VALUES, BLOCKS, st.integers(2, 5), st.integers(1, 300))
     def test_the_mean_of_the_ranks_shares_ends_in_the_plain_bits(
         self, interpreted, format, seed, kind, block, ranks, numel
     ):
@@ -128,7 +92,7 @@ class TestInterpreted:
 
     @by_format
     @examples
-    @given(st.integers(0, 2**31), KINDS, BLOCKS, st.integers(1, 4), st.integers(1, 400))
+    @given(st.integers(0, 2**31), VALUES, BLOCKS, st.integers(1, 4), st.integers(1, 400))
     def test_what_was_gathered_comes_back_as_the_plain_values(
         self, interpreted, format, seed, kind, block, ranks, numel
     ):
@@ -140,7 +104,7 @@ class TestInterpreted:
 
     @by_format
     @examples
-    @given(st.integers(0, 2**31), KINDS, BLOCKS, st.integers(2, 4), st.integers(1, 300), st.data())
+    @given(st.integers(0, 2**31), VALUES, BLOCKS, st.integers(2, 4), st.integers(1, 300), st.data())
     def test_other_ranks_values_are_added_in_their_order(
         self, interpreted, format, seed, kind, block, ranks, numel, data
     ):
@@ -197,6 +161,27 @@ class TestInterpreted:
         none = torch.zeros(2, dtype=torch.float64)
         arguments = ("pack", format, 16, x, rows_for(1, x.numel(), 16), none)
         assert same_bits(interpreted(*arguments)[1], reference(*arguments)[1])
+
+
+@by_format
+def test_the_casts_in_c_keep_the_plain_bits_of_every_hop(format):
+    assert kernels.load() is not None, "the tests need a C compiler"
+
+    def make(format: str, block: int) -> Casts:
+        return choose(torch.device("cpu"), FORMATS[format], block)
+
+    assert make(format, 128).name == "c"
+    assert compare(make, format, "cpu") == 72
+
+
+def test_a_comparison_tells_one_bit_that_differs():
+    class OffByOne(SharewiseCasts):
+        def unpack(self, rows: Tensor, out: Tensor) -> None:
+            super().unpack(rows, out)
+            out[-1] = out[-1].nextafter(torch.tensor(math.inf))
+
+    with pytest.raises(AssertionError, match="unpack, E4M3, blocks of 128"):
+        compare(lambda format, block: OffByOne(BlockCodec(E4M3, block, None)), "E4M3", "cpu")
 
 
 @needs_triton
