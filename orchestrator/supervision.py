@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
 
 from launch.commands import (
     BackendReport,
@@ -41,8 +40,8 @@ from orchestrator.actions import Action
 from orchestrator.attempt import assignments, ranks_told, seats, world_size
 from orchestrator.attempt_state import AttemptState
 from orchestrator.checkpoint_shelf import CheckpointShelf
-from orchestrator.control_desk import ControlDesk
-from orchestrator.controls import Control, ControlAnswer, Grounds, Refused, decide_control
+from orchestrator.control_room import ControlRoom
+from orchestrator.controls import Control
 from orchestrator.evidence import LOST_RANK
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
@@ -123,7 +122,7 @@ class Supervision:
         self._bank = _bank(resume)
         self._refused: set[RestorePoint] = set()
         self._way_back = left_open(resume)
-        self._desk = ControlDesk(resume.actions)
+        self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
         self._stop_reason: str | None = None
         self._ending: Ending | None = None
         self._attempt = AttemptState(resume, self._world, now)
@@ -143,7 +142,7 @@ class Supervision:
 
     def ask(self, controls: Sequence[Control]) -> None:
         """What people ask for; the same ones may come again until they are answered."""
-        if self._desk.offer(controls):
+        if self._controls.offer(controls):
             self.inbox.wake()
 
     def status(self) -> dict[str, object]:
@@ -175,7 +174,7 @@ class Supervision:
             ending = self._ending is not None or self.phase is Phase.OVER
             if self._stop_reason is not None and not ending:
                 self._stop(now, JobState.CANCELLED, Cause.ENDED, self._stop_reason)
-            self._turn_to_controls(now)
+            self._controls.turn(now)
             if self.phase is Phase.LAUNCHING:
                 self._launch(now)
             elif self.phase is Phase.TRAINING:
@@ -195,7 +194,7 @@ class Supervision:
                 continue
             match report:
                 case RankReport():
-                    self._applied(report, now)
+                    self._controls.applied(report, now)
                     record = attempt.merger.add(report)
                     if record is not None:
                         self._record(record, now)
@@ -224,15 +223,14 @@ class Supervision:
         It is durable before any step that was made with it.
         """
         facts = self._attempt.facts
-        if facts.exchange is not None and not self._desk.measures:
+        if facts.exchange is not None and not self._controls.measures:
             return
         history = facts.history(now, self._attempt.book.restorable())
         action = exchange_chosen(history, report.dtype, report.reason)
         self._journal.decided(action, (), None, self._bank.state_dict())
         self._journal.configured({"exchange": report.dtype, "exchange_reason": report.reason})
         facts.apply(action)
-        if (control := self._desk.measured()) is not None:
-            self._answer(control, "applied", action.reason, report.step, now)
+        self._controls.measured(report, action.reason, now)
 
     def _record(self, record: StepRecord, now: float) -> None:
         attempt = self._attempt
@@ -262,8 +260,7 @@ class Supervision:
             last = notice is told[-1]
             self._journal.happened(notice, now, (JobState.RUNNING, cause) if last else None)
         if first:
-            for control in self._desk.restarted():
-                self._answer(control, "applied", _in_force(control, record.step), record.step, now)
+            self._controls.trains(record.step, now)
         if first and self._spec.resources.standby:
             self._group.fill_standby()
 
@@ -285,19 +282,19 @@ class Supervision:
                 return
             case "exchange_bf16":
                 assert action.exchange is not None
-                self._post(SetExchange(action.exchange))
+                self.post(SetExchange(action.exchange))
             case "fail":
                 self._finish(now, JobState.FAILED, Cause.ERROR, action.reason)
             case "pause":
                 if action.to_step is not None:
-                    self._go_back(action, now)
+                    self.go_back(action, now)
                 self._stop(now, JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
             case _ if action.in_place:
                 self._way_back = way
-                self._go_back(action, now)
+                self.go_back(action, now)
             case _:
                 self._way_back = way
-                self._next_attempt(action.reason, now)
+                self.next_attempt(action.reason, now)
 
     def _calm(self, now: float) -> None:
         """Layers, and the gradient exchange, that were quiet long enough go back to FP8."""
@@ -318,131 +315,74 @@ class Supervision:
             self._journal.decided(action, (), None, self._bank.state_dict())
             facts.apply(action)
             back = action.exchange
-            self._post(SetExchange(back) if back else SetPrecision(dict(action.precision)))
+            self.post(SetExchange(back) if back else SetPrecision(dict(action.precision)))
 
-    def _go_back(self, action: Action, now: float) -> int:
+    def go_back(self, action: Action, now: float) -> int:
         """Every rank to its own snapshot of ``action.to_step``, as a new timeline; returns the
         command's number."""
         order = self._attempt.go_back(action, now)
         self._shelf.forget()
         self._bank.rewind(order.to_step, timeline=order.timeline)
-        return self._post(order)
+        return self.post(order)
 
-    def _post(self, order: Order) -> int:
+    # What a control reaches (``orchestrator.control_room.Floor``).
+
+    @property
+    def attempt(self) -> AttemptState:
+        """The present one."""
+        return self._attempt
+
+    def takes_commands(self) -> bool:
+        """Whether the ranks train and go on."""
+        trains = self.phase is Phase.TRAINING and self._attempt.trains
+        return trains and self._ending is None and not self._group.ended()
+
+    def may_pause_now(self) -> bool:
+        """Whether a job whose ranks don't train would lose nothing by a pause."""
+        waits = self.phase is Phase.LAUNCHING or not self._attempt.trains
+        going = self._ending is None and self.phase is not Phase.OVER
+        return waits and going and self._all_on_disk()
+
+    def points_after_restart(self) -> set[int]:
+        """Steps that another attempt could start from."""
+        copies = points_in_memory(self._group.copies(), self._world)
+        return self._usable(copies) | self._usable(self._shelf.points())
+
+    def take_in(self, action: Action, now: float) -> None:
+        """Store what a person asked for, and build on it from here on."""
+        back = action.to_step is not None or action.kind == "restart"
+        transition = (JobState.RECOVERING, Cause.CONTROL_ASKED) if back else None
+        self._journal.decided(action, (), transition, self._bank.state_dict())
+        facts = self._attempt.facts
+        if back:
+            self._way_back = joined(self._way_back, action, now, facts.step)
+        facts.apply(action)
+
+    def post(self, order: Order) -> int:
+        """Send a command to the ranks; its number."""
         command = self._attempt.command(order)
         self._group.post(command)
         return command.number
 
-    # What people ask.
+    def pause(self, reason: str, control: Control, now: float) -> None:
+        """Stop the ranks after a checkpoint, and with them the job."""
+        self._stop(now, JobState.PAUSED, Cause.PAUSE_ASKED, reason, control)
 
-    def _turn_to_controls(self, now: float) -> None:
-        """Each in its turn, once the ranks are where it can be done."""
-        while (control := self._desk.first()) is not None and self._can_turn_to(control):
-            self._desk.take()
-            self._do(control, now)
-
-    def _can_turn_to(self, control: Control) -> bool:
-        """Otherwise it waits: for the attempt's first step, or for the job's end, which
-        answers it."""
-        attempt = self._attempt
-        if self._ending is not None or self.phase in (Phase.STOPPING, Phase.OVER):
-            return False
-        if control.kind == "pause" and not attempt.trains and self._all_on_disk():
-            return True
-        if self.phase is not Phase.TRAINING or not attempt.trains or self._group.ended():
-            return False
-        layers_known = bool(attempt.facts.fp8_layers) or self._spec.precision != "fp8"
-        return control.kind != "precision" or layers_known
+    def _usable(self, points: Sequence[RestorePoint]) -> set[int]:
+        """Steps of those that are on this branch and weren't found damaged."""
+        actions = self._attempt.facts.actions
+        return {p.step for p in points if p not in self._refused and on_living_branch(p, actions)}
 
     def _all_on_disk(self) -> bool:
         """Whether what was trained, if anything, can be taken up from a checkpoint."""
         trained = self._attempt.facts.step + 1
-        newest = max(self._points_after_restart(disk_only=True), default=0)
-        return newest >= trained
-
-    def _points_after_restart(self, *, disk_only: bool = False) -> set[int]:
-        """Steps that an attempt could start from."""
-        points = self._shelf.points()
-        if not disk_only:
-            points += points_in_memory(self._group.copies(), self._world)
-        actions = self._attempt.facts.actions
-        usable = [p for p in points if p not in self._refused and on_living_branch(p, actions)]
-        return {point.step for point in usable}
-
-    def _do(self, control: Control, now: float) -> None:
-        """Decide on a control, or carry on with what an earlier supervisor decided."""
-        facts = self._attempt.facts
-        action = self._desk.decided(control)
-        if action is None:
-            decided = self._decide_control(control, now)
-            if isinstance(decided, Refused):
-                self._answer(control, "refused", decided.why, facts.step, now)
-                return
-            action = decided
-        elif control.kind != "pause" and action.kind != "exchange_auto":
-            # It is in force since the attempt that was started after it.
-            self._answer(control, "applied", _in_force(control, facts.step), facts.step, now)
-            return
-        match action.kind:
-            case "pause":
-                self._stop(now, JobState.PAUSED, Cause.PAUSE_ASKED, action.reason, control)
-            case "exchange_auto":
-                self._desk.measure(control)
-                self._post(SetExchange("auto"))
-            case "rollback" if action.in_place:
-                self._desk.posted(control, self._go_back(action, now))
-            case "rollback":
-                self._next_attempt(action.reason, now, control)
-            case _ if action.exchange is not None:
-                self._desk.posted(control, self._post(SetExchange(action.exchange)))
-            case _:
-                self._desk.posted(control, self._post(SetPrecision(dict(action.precision))))
-
-    def _decide_control(self, control: Control, now: float) -> Action | Refused:
-        """The action that it comes to, stored and taken in; or why it can't be."""
-        attempt = self._attempt
-        facts = attempt.facts
-        grounds = Grounds(
-            points=tuple(self._points_after_restart()) if control.kind == "rollback" else (),
-            fixed_layers=facts.fixed_layers,
-            runs_fp8=self._spec.precision == "fp8",
-            steps=self._spec.training.steps,
-        )
-        history = facts.history(now, attempt.book.restorable())
-        action = decide_control(control, history, grounds)
-        if isinstance(action, Refused):
-            return action
-        back = action.to_step is not None
-        transition = (JobState.RECOVERING, Cause.CONTROL_ASKED) if back else None
-        self._journal.decided(action, (), transition, self._bank.state_dict())
-        self._desk.note(action)
-        if back:
-            self._way_back = joined(self._way_back, action, now, facts.step)
-        facts.apply(action)
-        return action
-
-    def _applied(self, report: RankReport, now: float) -> None:
-        """A rank tells which commands it has applied; all ranks do at the same step."""
-        for control in self._desk.applied(report.command):
-            step = report.step + 1 if control.to_step is None else control.to_step
-            self._answer(control, "applied", _in_force(control, step), step, now)
-
-    def _answer(
-        self,
-        control: Control,
-        state: Literal["applied", "refused"],
-        message: str,
-        step: int,
-        now: float,
-    ) -> None:
-        answer = ControlAnswer(control.key, state, message, step)
-        self._journal.answered(answer, notices.answered(control, answer), now)
+        return max(self._usable(self._shelf.points()), default=0) >= trained
 
     # Attempts.
 
-    def _next_attempt(self, reason: str, now: float, control: Control | None = None) -> None:
-        """End the ranks and start the next attempt; ``control`` is what asked for it."""
-        self._desk.restart(control)
+    def next_attempt(self, reason: str, now: float) -> None:
+        """End the ranks and start the next attempt."""
+        self._controls.over()
         self._group.kill()
         self._journal.flush()
         while True:
@@ -568,7 +508,7 @@ class Supervision:
             return
         self._ending = Ending(state, cause, reason, now + STOP_S, control)
         self._attempt.ended_since = None
-        self._post(Stop(reason, checkpoint=True))
+        self.post(Stop(reason, checkpoint=True))
         self.phase = Phase.STOPPING
 
     def _watch_stop(self, now: float) -> None:
@@ -589,7 +529,7 @@ class Supervision:
             if not note and self._attempt.facts.step + 1 == self._spec.training.steps:
                 self._complete(ended, now)
                 return
-            if not self._all_on_disk():
+            if self._stop_reason is None and not self._all_on_disk():
                 self._go_on_instead(ending.control, note or self._why_unsaved(ended), now)
                 return
         self._finish(now, ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
@@ -598,24 +538,13 @@ class Supervision:
         """A pause that would lose what was trained: the newest copy in memory goes on."""
         facts = self._attempt.facts
         told = why.strip(" ().")
-        self._answer(
-            control,
-            "refused",
-            f"the state could not be kept, so training goes on: {told}",
-            facts.step,
-            now,
-        )
-        history = facts.history(now, ())
+        message = f"the state could not be kept, so training goes on: {told}"
+        self._controls.answer(control, "refused", message, facts.step, now)
         reason = f"Training goes on from the newest state, which no checkpoint holds: {told}."
-        action = replace(
-            drafted("restart", (), history, reason), in_place=False, asked=control.asked
-        )
-        transition = (JobState.RECOVERING, Cause.CONTROL_ASKED)
-        self._journal.decided(action, (), transition, self._bank.state_dict())
-        self._way_back = joined(self._way_back, action, now, facts.step)
-        facts.apply(action)
+        action = drafted("restart", (), facts.history(now, ()), reason)
+        self.take_in(replace(action, in_place=False, asked=control.asked), now)
         self._ending = None
-        self._next_attempt(action.reason, now)
+        self.next_attempt(reason, now)
 
     def _why_unsaved(self, ended: Sequence[RankEnd]) -> str:
         """Why a stop left no checkpoint."""
@@ -640,13 +569,6 @@ class Supervision:
         self._journal.happened(notices.Notice("ended", message), now, (state, cause))
         self._journal.flush()
         self.phase = Phase.OVER
-
-
-def _in_force(control: Control, step: int) -> str:
-    """What the ranks do since they applied it."""
-    if control.kind == "rollback":
-        return f"Training goes on from step {step}."
-    return f"In force from step {step} on."
 
 
 def _is_about(end: RankEnd, point: RestorePoint) -> bool:
