@@ -61,6 +61,9 @@ def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) ->
         assert ended is not None, "a run without a job was interrupted"
         raise CommandError(f"{ended.word} before the job was submitted", code=ended.code)
     conclude(work.job, output, told, home, slots)
+    if keep_home:
+        where = shlex.quote(str(work.home))
+        print(f"store     octavo replay {work.job['id']} --home {where}", file=told)
     return ended.code if ended else exit_code(work.job["state"])
 
 
@@ -75,6 +78,11 @@ class _Work:
         self._private = private
         self._told = told
         self._host: Starting | None = None
+
+    @property
+    def home(self) -> Path:
+        """The folder of its controller."""
+        return self._private.home.path
 
     def run(self) -> None:
         """From the start of Ray until the job is settled.

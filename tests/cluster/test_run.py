@@ -37,8 +37,8 @@ def job_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def start(file: Path, out: Path) -> subprocess.Popen[str]:
-    command = [*OCTAVO, "run", str(file), "--out", str(out), "-o", "json"]
+def start(file: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [*OCTAVO, "run", str(file), "--out", str(out), "-o", "json", *options]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

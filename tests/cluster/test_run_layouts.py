@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_run import job_file, start
+from tests.cluster.test_run import job_file, octavo, start
 
 OWN_MODEL = """
 from functools import partial
@@ -47,8 +47,8 @@ def make(*, options, seq_len, seed, scope):
 """
 
 
-def summary_of(file: Path, out: Path) -> dict[str, Any]:
-    running = start(file, out)
+def summary_of(file: Path, out: Path, *options: str) -> dict[str, Any]:
+    running = start(file, out, *options)
     told, errors = running.communicate(timeout=240)
     assert running.returncode == 0, errors
     summary: dict[str, Any] = json.loads(told)
@@ -63,9 +63,17 @@ def test_tensor_ranks_roll_back_and_move_the_layer_that_saturates_to_bf16(tmp_pa
         snapshots={"every": 5, "certify_after": 5},
         drills=[{"kind": "weight_surge", "step": 45, "layer": 1, "factor": 64}],
     )
-    summary = summary_of(file, tmp_path / "out")
+    summary = summary_of(file, tmp_path / "out", "--keep-home")
     assert (summary["state"], summary["steps"], summary["rollbacks"]) == ("succeeded", 60, 1)
     assert set(summary["high_precision_layers"]) == {"layers.1.mlp.gate_up", "layers.1.mlp.down"}
+    # Accountable: what it saw and did comes out of its records again, to the last digit.
+    (home,) = (tmp_path / "out").glob(".octavo-*")
+    replayed = octavo("replay", "tiny", "--home", str(home), "-o", "json")
+    assert replayed.returncode == 0, replayed.stdout
+    found = json.loads(replayed.stdout)
+    decisions = [decision for stretch in found["stretches"] for decision in stretch["decisions"]]
+    assert [decision["replayed"]["kind"] for decision in decisions] == ["layer_fallback"]
+    assert found["exact"] and decisions[0]["replayed"] == decisions[0]["stored"]
 
 
 def test_a_users_own_model_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
