@@ -70,7 +70,10 @@ class ControllerActor:
         ).start()
         webhooks = Webhooks(self._controller.store)
         threading.Thread(
-            target=webhooks.run, args=(threading.Event(),), name="webhooks", daemon=True
+            target=webhooks.run,
+            args=(threading.Event(), self._controller.wait_for_change),
+            name="webhooks",
+            daemon=True,
         ).start()
         if config.standby:
             self._keep_standby(config.standby)

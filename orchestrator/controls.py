@@ -142,7 +142,7 @@ def _rollback(control: Control, history: History, grounds: Grounds) -> Action | 
     in_place = step in in_memory
     words = f"go back to the snapshot of step {step}"
     if not in_place:
-        words = f"restart from the checkpoint of step {step}"
+        words = f"restart from the state kept of step {step}"
     if skip:
         words += f" and skip {spans(skip, 'batch', 'batches')}"
     action = _action("rollback", control, history, words)

@@ -29,7 +29,9 @@ MOST_TRIES = 12
 RETRY_S = (2.0, 600.0)
 """Shortest and longest wait between tries; twelve tries take an hour and a half."""
 EVERY_S = 1.0
-"""Seconds between two looks for what is due."""
+"""Longest time between two looks for what is due; something new is looked at sooner."""
+REST_S = 0.1
+"""Shortest: a job stores steps all the time."""
 
 _FOR_LATER = frozenset({408, 425, 429})
 """Refusals that another try may end."""
@@ -53,9 +55,11 @@ class Webhooks:
         # At INFO it would write every URL, the secret in it included.
         logging.getLogger("httpx").setLevel(logging.WARNING)
 
-    def run(self, stop: threading.Event) -> None:
-        """``send_due`` until ``stop``."""
-        while not stop.wait(EVERY_S):
+    def run(self, stop: threading.Event, wait_for_change: Callable[[int, float], int]) -> None:
+        """``send_due`` until ``stop``; ``wait_for_change`` is the controller's."""
+        seen = 0
+        while not stop.wait(REST_S):
+            seen = wait_for_change(seen, EVERY_S)
             try:
                 self.send_due()
             except Exception:

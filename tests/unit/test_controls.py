@@ -74,7 +74,7 @@ class TestRollback:
     def test_a_checkpoint_is_gone_back_to_by_a_restart(self) -> None:
         action = done(replace(rollback(20), reason="a bad shard."), history())
         assert (action.to_step, action.in_place) == (20, False)
-        assert action.reason.endswith("restart from the checkpoint of step 20 (a bad shard).")
+        assert action.reason.endswith("restart from the state kept of step 20 (a bad shard).")
 
     def test_a_step_without_either_is_refused_with_those_that_have_one(self) -> None:
         told = why(rollback(33), history())

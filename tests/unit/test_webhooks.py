@@ -32,6 +32,7 @@ class Receiver:
     codes: list[int] = field(default_factory=list)
     """One a request; then 204."""
     got: list[dict[str, Any]] = field(default_factory=list)
+    arrived: threading.Event = field(default_factory=threading.Event)
 
 
 @pytest.fixture
@@ -43,6 +44,7 @@ def receiver() -> Iterator[Receiver]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             headers = {k: self.headers[k] for k in ("Content-Type", "Octavo-Delivery")}
             state.got.append({"path": self.path, **headers, **body})
+            state.arrived.set()
             code = state.codes.pop(0) if state.codes else 204
             self.send_response(code)
             if code in (301, 307):
@@ -87,6 +89,20 @@ def test_a_paused_job_is_told_once(plane: ControlPlane, receiver: Receiver) -> N
     assert (got["job"], got["state"], got["cause"]) == (job, "paused", "recovery budget spent")
     assert got["version"] == 1 and got["Octavo-Delivery"] == str(got["id"])
     assert plane.told(job, "webhook_sent") == [f"{receiver.url} was told that the job is paused."]
+
+
+def test_it_is_sent_as_soon_as_it_is_stored(plane: ControlPlane, receiver: Receiver) -> None:
+    stop = threading.Event()
+    arguments = (stop, plane.controller.wait_for_change)
+    thread = threading.Thread(target=sender(plane).run, args=arguments)
+    thread.start()
+    paused(plane, webhook=receiver.url)
+    try:
+        assert receiver.arrived.wait(30)
+    finally:
+        stop.set()
+        thread.join()
+    assert receiver.got[0]["state"] == "paused"
 
 
 def test_it_comes_again_until_it_arrives_through_a_restart_too(
