@@ -1,5 +1,7 @@
 """A policy in a file of its own: how trouble is found and answered, to try and to share.
 
+`octavo replay JOB --policy FILE` tries it on a job's records; `policy: FILE` in a job file uses it.
+
     detection: {loss_sigmas: 6}
     recovery: {horizon: 400, max_rollbacks: 3}
 
@@ -10,6 +12,7 @@ is the job's own. Promises: refused with the same words as a job file, all probl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,7 +23,9 @@ from orchestrator.spec import JobSpec
 from orchestrator.spec_checks import detection_findings
 from orchestrator.spec_completion import complete
 from orchestrator.spec_errors import (
+    Finding,
     Problem,
+    Source,
     SpecError,
     pydantic_findings,
     read_text,
@@ -71,6 +76,29 @@ def parse_policy(text: str, file: str) -> PolicyFile:
         message = "has neither section, so it says nothing"
         raise SpecError([Problem(file, "", "", message, "give `detection:` or `recovery:`")])
     return policy
+
+
+def merged(source: Source, base: Path | None) -> Source:
+    """A job file with the sections of the file at its key ``policy`` in place of that key.
+
+    ``base``: folder that a relative path refers to. Raises ``SpecError`` for a file that is
+    no policy, and for a section that both give.
+    """
+    given = source.data["policy"]
+    if not isinstance(given, str) or not given:
+        raise SpecError([source.problem(Finding(("policy",), "must be the path of a file"))])
+    file = (base or Path()) / Path(given).expanduser()
+    policy = load_policy(file)
+    sections = policy.model_dump(exclude_unset=True)
+    twice = [
+        Finding((name,), f"is given by {given} too", "keep one of them")
+        for name in sections
+        if name in source.data
+    ]
+    if twice:
+        raise SpecError([source.problem(finding) for finding in twice])
+    own = {key: value for key, value in source.data.items() if key != "policy"}
+    return replace(source, data=own | sections)
 
 
 def changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[object, object]]:

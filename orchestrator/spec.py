@@ -59,8 +59,17 @@ def load_spec(path: Path, *, check_data: bool = True) -> JobSpec:
 def parse_spec(
     text: str, file: str, *, base: Path | None = None, check_data: bool = True
 ) -> JobSpec:
-    """The completed spec of a YAML text; ``file`` is only named in messages."""
-    return spec_of(read_yaml(text, file), base=base, check_data=check_data)
+    """The completed spec of a YAML text; ``file`` is only named in messages.
+
+    ``policy: FILE`` in it stands for the sections of that file (``policy_file``), which the
+    spec has in its place from here on.
+    """
+    source = read_yaml(text, file)
+    if "policy" in source.data:
+        from orchestrator.policy_file import merged
+
+        source = merged(source, base)
+    return spec_of(source, base=base, check_data=check_data)
 
 
 def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True) -> JobSpec:

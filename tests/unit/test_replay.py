@@ -23,6 +23,7 @@ from orchestrator.job_trace import trace_of_client
 from orchestrator.lifecycle import Cause
 from orchestrator.policy_file import changes, parse_policy
 from orchestrator.replay import ASSUMPTION, Replayed, Verdict, replay
+from orchestrator.spec import parse_spec, spec_yaml
 from orchestrator.spec_errors import SpecError
 from tests.unit.control_plane import FakeGroups, FakeSupervisors
 from tests.unit.scripted_job import LAYERS, Script
@@ -308,6 +309,29 @@ class TestPolicyFile:
         after = parse_policy("detection: {loss_sigmas: 5}", "p").applied(spec)
         assert after.recovery == spec.recovery
         assert after.detection.min_history == 16, "a section given is whole"
+
+    def test_a_job_file_may_name_a_policy(self, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text("recovery: {horizon: 99}")
+        text = "name: toy\nslots_per_node: 2\npolicy: p.yaml\ndetection: {window: 32}\n"
+        spec = parse_spec(text, "job.yaml", base=tmp_path, check_data=False)
+        assert (spec.recovery.horizon, spec.detection.window) == (99, 32)
+        assert spec == parse_spec(spec_yaml(spec), "again.yaml", check_data=False)
+
+    @pytest.mark.parametrize(
+        ("policy", "told"),
+        [
+            ("absent.yaml", "can't be read"),
+            ("3", "must be the path of a file"),
+            ("p.yaml", r"job.yaml:4: recovery: .*is given by p.yaml too"),
+        ],
+    )
+    def test_a_policy_that_can_not_be_used_is_refused(
+        self, tmp_path: Path, policy: str, told: str
+    ) -> None:
+        (tmp_path / "p.yaml").write_text("recovery: {horizon: 99}")
+        text = f"name: toy\nslots_per_node: 2\npolicy: {policy}\nrecovery: {{horizon: 9}}\n"
+        with pytest.raises(SpecError, match=told):
+            parse_spec(text, "job.yaml", base=tmp_path, check_data=False)
 
 
 class TestCommand:
