@@ -229,20 +229,20 @@ def attach(engine: Any, hooks: StepHooks, tensor: TensorGroup | None) -> None:
         return mean
 
     def global_norm(norm_type: int = 2) -> Tensor:
-        owned = [
-            (gradient, is_counted(parameter, tensor))
-            for i, parameters in enumerate(optimizer.params_in_partition)
-            for gradient, parameter in zip(
-                (g for g in optimizer.averaged_gradients[i] if not hasattr(g, "_zero_padding")),
-                parameters,
-                strict=False,  # where a partition ends behind the last parameter
+        counted: list[Tensor] = []
+        others: list[Tensor] = []
+        for i, parameters in enumerate(optimizer.params_in_partition):
+            gradients = (
+                g for g in optimizer.averaged_gradients[i] if not hasattr(g, "_zero_padding")
             )
-        ]
+            # A partition may end behind the last parameter.
+            for gradient, parameter in zip(gradients, parameters, strict=False):
+                (counted if is_counted(parameter, tensor) else others).append(gradient)
         square = torch.zeros((), device=engine.device)
-        if owned:
-            norms = torch.stack(torch._foreach_norm([g for g, _ in owned], dtype=torch.float32))
-            # What doesn't count adds nothing, or NaN if it isn't finite.
-            square += (norms.square() * norms.new_tensor([counts for _, counts in owned])).sum()
+        if counted:
+            square += torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
+        if others:  # 0 where they are finite, NaN where they aren't
+            square += torch.stack(torch._foreach_norm(others, dtype=torch.float32)).mul_(0.0).sum()
         dist.all_reduce(square, group=optimizer.dp_process_group)
         optimizer._model_parallel_all_reduce(square, dist.ReduceOp.SUM)
         return square.sqrt()

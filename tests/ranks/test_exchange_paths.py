@@ -107,7 +107,7 @@ def journey(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     if rank == world_size - 1:
         engine.poison_gradient()
     poisoned = engine.train_step(replica_batches(engine, 8), LR)
-    nan = {
+    nan: dict[str, Any] = {
         "skipped": poisoned.skipped,
         "norm": poisoned.grad_norm,
         "names": poisoned.nonfinite_parameters,
@@ -293,7 +293,7 @@ def measured(
     """What FP8 sends in a step, and in one of the rounds by which ``auto`` chooses."""
     world = dist.new_group(backend="gloo")
     assert world is not None
-    found = []
+    found: list[tuple[float, ...]] = []
     for path in paths:
         options = {"gradient_exchange": FEEDBACK} | PATHS[path][1] | layout
         engine = build(world_size, numbers=numbers(), **({"model": ODD} | options))
