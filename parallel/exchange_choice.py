@@ -4,7 +4,7 @@ FP8 halves the bytes and costs casts, so it wins where the network is the limit 
 it isn't. Both ways exchange made-up gradients, as many as this model's, between the replicas
 that will exchange the real ones, in turns. All ranks go by the slowest, because a step does.
 
-Promises: the answer is the same on every rank; gradients, error feedback, statistics and random
+Promises: every rank takes the same dtype; gradients, error feedback, statistics and random
 generators of the job are not touched. A measurement isn't reproducible, so a job measures once
 and keeps its first answer (``launch.training``).
 """
@@ -48,6 +48,8 @@ class ExchangeTimes:
     """Elements exchanged by the rank with the most."""
     bf16_s: float
     fp8_s: float
+    casts: str = "plain"
+    """How FP8's casts were done on this rank; the one thing that ranks may differ in."""
 
 
 def choice_of(times: ExchangeTimes) -> ExchangeChoice:
@@ -57,7 +59,8 @@ def choice_of(times: ExchangeTimes) -> ExchangeChoice:
     dtype: ExchangeDtype = "fp8" if times.fp8_s < (1 - LEAST_GAIN) * times.bf16_s else "bf16"
     reason = (
         f"{times.numel:,} elements between {times.replicas} replicas take "
-        f"{1000 * times.fp8_s:.1f} ms in FP8 and {1000 * times.bf16_s:.1f} ms in BF16"
+        f"{1000 * times.fp8_s:.1f} ms in FP8 (casts: {times.casts}) and "
+        f"{1000 * times.bf16_s:.1f} ms in BF16"
     )
     return ExchangeChoice(dtype, reason)
 
@@ -67,7 +70,7 @@ def measure(
 ) -> ExchangeTimes:
     """Time both ways; ``exchanges`` are this rank's, each with the size of its gradient.
 
-    A collective of ``world``, which is all ranks' group on CPU; the same on each of them.
+    A collective of ``world``, which is all ranks' group on CPU; the times are the same on each.
     """
     replicas = max((exchange.ranks for exchange, _ in exchanges), default=1)
     sizes = [_measured(numel, exchange.ranks) for exchange, numel in exchanges]
@@ -84,7 +87,8 @@ def measure(
     agreed = torch.cat([seconds.flatten(), counts])
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world)
     bf16_s, fp8_s = agreed[:-2].view_as(seconds).median(0).values.tolist()
-    return ExchangeTimes(int(agreed[-1]), int(agreed[-2]), bf16_s, fp8_s)
+    casts = next((exchange.casts.name for exchange, _ in exchanges), "plain")
+    return ExchangeTimes(int(agreed[-1]), int(agreed[-2]), bf16_s, fp8_s, casts)
 
 
 def _seconds(

@@ -45,7 +45,16 @@ SURGE = {"kind": "weight_surge", "step": 6, "layer": 2, "factor": 30.0}
 NAN = {"kind": "nonfinite_gradient", "step": 7, "rank": 3}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2xDP2": {"parallelism": {"tensor": 2, "data": 2}},
+    # With all that the gradient exchange can be asked for, and DeepSpeed's other optimizer.
+    "TP2xDP2": {
+        "parallelism": {"tensor": 2, "data": 2},
+        "deepspeed": {"data_types": {"grad_accum_dtype": "bf16"}},
+        "gradient_exchange": {
+            "min_size": 1024,
+            "error_feedback": True,
+            "high_precision_parameters": ["embedding.weight", "layers.1.mlp.*"],
+        },
+    },
     "TP2xPP2": {
         "parallelism": {"tensor": 2, "pipeline": 2, "data": 1},
         "training": {
@@ -513,7 +522,7 @@ class TestExchange:
         auto = {"communication_data_type": "auto", **self.FEEDBACK}
         ranks = train(config=auto)
         (told,) = [r for rank in ranks for r in rank.others if isinstance(r, ExchangeReport)]
-        assert told.rank == 0 and " ms in FP8 and " in told.reason
+        assert told.rank == 0 and " ms in FP8 (casts: c) and " in told.reason
         bits = {r.comm["wire_bits"] for rank in ranks for r in rank.reports}
         assert bits == {8 if told.dtype == "fp8" else 16}
         chosen = train(config={**auto, "communication_data_type": told.dtype})

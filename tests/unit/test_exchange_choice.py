@@ -11,10 +11,12 @@ from parallel.exchange_choice import ExchangeTimes, choice_of
     ("fp8_s", "dtype"), [(0.5, "fp8"), (0.94, "fp8"), (0.96, "bf16"), (1.0, "bf16"), (2.0, "bf16")]
 )
 def test_fp8_is_taken_only_where_it_gains_enough(fp8_s: float, dtype: str) -> None:
-    choice = choice_of(ExchangeTimes(replicas=4, numel=4_194_304, bf16_s=1.0, fp8_s=fp8_s))
+    choice = choice_of(
+        ExchangeTimes(replicas=4, numel=4_194_304, bf16_s=1.0, fp8_s=fp8_s, casts="c")
+    )
     assert choice.dtype == dtype
     assert "4,194,304 elements between 4 replicas" in choice.reason
-    assert f"{1000 * fp8_s:.1f} ms in FP8 and 1000.0 ms in BF16" in choice.reason
+    assert f"{1000 * fp8_s:.1f} ms in FP8 (casts: c) and 1000.0 ms in BF16" in choice.reason
 
 
 def test_one_replica_exchanges_nothing() -> None:
