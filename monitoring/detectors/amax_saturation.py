@@ -29,6 +29,7 @@ from monitoring.detectors.tensors import (
     Bools,
     Floats,
     Ints,
+    TensorRows,
     in_bf16,
     layers_of,
     table_of,
@@ -40,6 +41,8 @@ HEAVY = 10.0
 MOVED_OCTAVES = 1.0
 """Surge from which a tensor is taken to have moved."""
 
+FIELDS = 4
+"""Of a stored state, a tensor."""
 _NEVER = -1
 
 
@@ -122,7 +125,9 @@ class AmaxSaturation(Detector[SaturationState]):
         settled = moved & ~clamped & (step - since >= self.config.window)
         fresh = np.where(first | settled, octaves, leaked)
         kept = np.where(moved & ~settled & ~first, state.reference, fresh)
-        return np.where(np.isfinite(kept), kept, state.reference)
+        following = np.where(np.isfinite(kept), kept, state.reference)
+        # As precise as it is stored.
+        return following.astype(np.float32).astype(np.float64)
 
     def _incident(
         self,
@@ -163,21 +168,19 @@ class AmaxSaturation(Detector[SaturationState]):
         )
 
     def dump(self, state: SaturationState) -> Any:
-        return {
-            "names": list(state.names),
-            "reference": [None if np.isnan(v) else v for v in state.reference.tolist()],
-            "calibrated": "".join("1" if c else "0" for c in state.calibrated),
-            "run": state.run.tolist(),
-            "moved_since": state.moved_since.tolist(),
-        }
+        since = np.where(state.moved_since == _NEVER, np.nan, state.moved_since)
+        fields = (state.reference, state.calibrated.astype(float), state.run.astype(float), since)
+        return TensorRows.of(state.names, fields).dump()
 
     def load(self, row: Any) -> SaturationState:
+        rows = TensorRows.load(row, FIELDS)
+        reference, calibrated, run, since = rows.fields()
         return SaturationState(
-            names=tuple(row["names"]),
-            reference=np.array([np.nan if v is None else v for v in row["reference"]], dtype=float),
-            calibrated=np.array([c == "1" for c in row["calibrated"]], dtype=np.bool_),
-            run=np.array(row["run"], dtype=np.int64),
-            moved_since=np.array(row["moved_since"], dtype=np.int64),
+            names=rows.names,
+            reference=reference,
+            calibrated=calibrated > 0.0,
+            run=run.astype(np.int64),
+            moved_since=np.where(np.isnan(since), _NEVER, since).astype(np.int64),
         )
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
@@ -61,6 +63,12 @@ def robust_z(value: float, values: Sequence[float], floor: float) -> float:
     return (value - centre) / max(spread, floor)
 
 
+@lru_cache(maxsize=32)
+def _pairs(count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """The later and the earlier one of all pairs of ``count`` values."""
+    return np.tril_indices(count, -1)
+
+
 def falling_trend(window: Window, step: int, length: int, reach: int) -> float:
     """Value expected at ``step`` from the newest ``length`` values, were the trend to go on.
 
@@ -72,7 +80,7 @@ def falling_trend(window: Window, step: int, length: int, reach: int) -> float:
     y = np.asarray(window.values[-length:], dtype=np.float64)
     if len(y) < 2:
         return float(y[-1])
-    late, early = np.tril_indices(len(y), -1)
+    late, early = _pairs(len(y))
     slope = min(0.0, float(np.median((y[late] - y[early]) / (x[late] - x[early]))))
     at = min(float(step), float(x[-1]) + reach)
     return float(np.median(y + slope * (at - x)))

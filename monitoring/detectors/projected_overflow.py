@@ -16,6 +16,8 @@ of steps; noise; gradients; layers in BF16; scales by block, where an outlier co
 
 from __future__ import annotations
 
+import base64
+import zlib
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,10 @@ GROWING_OCTAVES = 0.5
 """Rise along the line from which values are growth, and stay out of the history."""
 LEAST_BETWEEN_ENDS = 0.25
 """Octaves between the oldest and the newest value, below which there is no such growth."""
+GRAINS = 256
+"""Steps of an octave in which the values of a line are kept."""
+MISSING = -32768
+"""Stands for a value that there isn't."""
 
 LEVEL, COUNT, RING = 0, 1, 2
 """Rows of the state: average octaves; records seen, up to ``window``; then the newest octaves,
@@ -59,10 +65,19 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
 
     def dump(self, state: tuple[TensorRows, tuple[int, ...]]) -> Any:
         rows, steps = state
-        return {"rows": rows.dump(), "steps": list(steps)}
+        usual = TensorRows(rows.names, rows.values[:RING])
+        # Most of all that detectors keep is in the ring: two bytes a value do.
+        grains = np.nan_to_num(rows.values[RING:] * GRAINS, nan=MISSING).astype("<i2")
+        ring = base64.b64encode(zlib.compress(grains.tobytes(), 1)).decode()
+        return {"rows": usual.dump(), "ring": ring, "steps": list(steps)}
 
     def load(self, row: Any) -> tuple[TensorRows, tuple[int, ...]]:
-        return TensorRows.load(row["rows"], FIELDS), tuple(int(step) for step in row["steps"])
+        usual = TensorRows.load(row["rows"], RING)
+        stored = np.frombuffer(zlib.decompress(base64.b64decode(row["ring"])), dtype="<i2")
+        grains = stored.reshape(TREND_RECORDS, len(usual.names)).astype(np.float32)
+        ring = np.where(grains == MISSING, np.float32(np.nan), grains / GRAINS)
+        rows = TensorRows(usual.names, np.vstack((usual.values, ring.astype(np.float32))))
+        return rows, tuple(int(step) for step in row["steps"])
 
     def observe(
         self, state: tuple[TensorRows, tuple[int, ...]], record: StepRecord
@@ -73,8 +88,10 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         rows, steps = state
         old = rows.named(table.names).values
         steps = (*steps, record.step)[-TREND_RECORDS:]
-        ring = np.empty((TREND_RECORDS, len(table.names)))
-        ring[:-1], ring[-1] = old[RING + 1 :], table.octaves
+        values = np.empty((FIELDS, len(table.names)), dtype=np.float32)
+        values[RING:-1] = old[RING + 1 :]
+        values[-1] = np.round(np.clip(table.octaves, -127.0, 127.0) * GRAINS) / GRAINS
+        ring = values[RING:]
         running = ~in_bf16(table.names, record.high_precision_layers)
 
         slope, explained = _line(steps, ring)
@@ -84,13 +101,8 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         share = np.maximum(1.0 / (count + 1.0), 2.0 / (config.window + 1.0))
         usual = ~np.isnan(table.octaves) & ~(growing & (count >= config.window))
         fresh = np.where(np.isnan(level), table.octaves, level + share * (table.octaves - level))
-        following = np.vstack(
-            (
-                np.where(usual, fresh, level),
-                np.where(usual, np.minimum(count + 1, config.window), count),
-                ring,
-            )
-        ).astype(np.float32)
+        values[LEVEL] = np.where(usual, fresh, level)
+        values[COUNT] = np.where(usual, np.minimum(count + 1, config.window), count)
 
         risen = np.fmax(table.octaves - level, 0.0)
         hits = growing & running & (count >= config.window) & ~are_backward(table.names)
@@ -98,7 +110,7 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         left = np.full(len(hits), np.inf)
         np.divide(np.fmax(config.overflow_octaves - risen, 0.0), slope, out=left, where=hits)
         hits &= left <= config.overflow_horizon
-        new = (TensorRows(table.names, following), steps)
+        new = (TensorRows(table.names, values), steps)
         if not hits.any():
             return new, []
         return new, [self._incident(record, steps, hits, growing, slope, rise, risen, left)]
@@ -168,8 +180,8 @@ def _line(steps: tuple[int, ...], ring: Floats) -> tuple[Floats, Floats]:
     where = np.flatnonzero(ring[-1] - ring[0] >= LEAST_BETWEEN_ENDS)
     x = np.asarray(steps, dtype=np.float64)
     x -= x.mean()
-    y = ring[:, where]
-    y = y - y.mean(axis=0)
+    y = ring[:, where].astype(np.float64)
+    y -= y.mean(axis=0)
     square = float(x @ x)
     slopes = (x @ y) / square
     total = np.einsum("ij,ij->j", y, y)

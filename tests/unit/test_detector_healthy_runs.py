@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from monitoring.config import DetectionConfig
@@ -49,6 +49,8 @@ def louder(record: StepRecord) -> StepRecord:
 
 
 def tensor(record: StepRecord, **changes: float) -> StepRecord:
+    if NAME not in record.tensors:
+        return record
     stats = dataclasses.replace(record.tensors[NAME], **changes)  # type: ignore[arg-type]
     return dataclasses.replace(record, tensors={**record.tensors, NAME: stats})
 
@@ -80,7 +82,8 @@ def disturbed(draw: st.DrawFn) -> list[StepRecord]:
     return records
 
 
-@settings(max_examples=15, deadline=None)
+# Shrinking a trace takes minutes and tells no more than the step that differs.
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(disturbed(), st.lists(st.integers(0, 149), min_size=1, max_size=4))
 def test_a_trace_cut_anywhere_and_reloaded_gives_the_same_incidents(
     records: list[StepRecord], cuts: list[int]
