@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -317,3 +319,24 @@ def test_writers_in_many_threads_lose_nothing(store: Store) -> None:
         thread.join()
     for job in jobs:
         assert [s["step"] for s in store.steps(job)] == list(range(1, 21))
+
+
+def test_step_records_are_kept_small_and_older_plain_ones_are_still_read(
+    store: Store, tmp_path: Path
+) -> None:
+    job = started(store)
+    stats = [0.123456, 57344.0, 0.25, 1.5, 0.0]
+    tensors = {f"layers.{i}.mlp.down/{role}": stats for i in range(9) for role in ("input", "w")}
+    wide = step(0) | {"tensors": tensors}
+    store.record(job, 1, SupervisorBatch(1, steps=(wide,)), 4.0)
+    with sqlite3.connect(f"{tmp_path}/store.db") as db:
+        ((size,),) = db.execute("select length(body) from steps")
+        plain = json.dumps(step(1))
+        db.execute(
+            "insert into steps (job, attempt, timeline, step, drills, body) values (?,1,0,1,'',?)",
+            (job, plain),
+        )
+    assert size < len(json.dumps(wide)) / 2
+    first, second = store.steps(job)
+    assert first == {"id": first["id"], **wide}
+    assert second == {"id": second["id"], **step(1)}
