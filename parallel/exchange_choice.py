@@ -54,6 +54,8 @@ class ExchangeTimes:
 
 def choice_of(times: ExchangeTimes) -> ExchangeChoice:
     """FP8 where it takes less than ``1 - LEAST_GAIN`` of BF16's time, else BF16. Pure."""
+    if times.numel == 0:
+        return ExchangeChoice("bf16", "high_precision_parameters leave nothing for FP8")
     if times.replicas == 1:
         return ExchangeChoice("bf16", "there is one replica, so nothing is exchanged")
     dtype: ExchangeDtype = "fp8" if times.fp8_s < (1 - LEAST_GAIN) * times.bf16_s else "bf16"

@@ -22,3 +22,8 @@ def test_fp8_is_taken_only_where_it_gains_enough(fp8_s: float, dtype: str) -> No
 def test_one_replica_exchanges_nothing() -> None:
     choice = choice_of(ExchangeTimes(replicas=1, numel=100, bf16_s=0.0, fp8_s=0.0))
     assert choice.dtype == "bf16" and "one replica" in choice.reason
+
+
+def test_nothing_is_left_for_fp8_where_every_matrix_is_kept_out() -> None:
+    choice = choice_of(ExchangeTimes(replicas=1, numel=0, bf16_s=0.0, fp8_s=0.0))
+    assert choice.dtype == "bf16" and "high_precision_parameters" in choice.reason
