@@ -41,9 +41,9 @@ class DetectionConfig(_Section):
     divergence_steps: int = Field(16, ge=4)
     """Steps of the fast average; the slow one has four times as many. The mean of 16 steps has a
     quarter of a step's noise, and 64 steps of rising are no run of bad batches."""
-    plateau_rise: float = Field(0.25, gt=0)
-    """Rise of the fast average over the best it ever was, as a fraction, that is a plateau above
-    the best. As ``loss_min_rise``: less can be other data."""
+    plateau_rise: float = Field(0.3, gt=0)
+    """Rise of the fast average over the best it was, as a fraction, that is a plateau above the
+    best. ``loss_min_rise`` and the noise of the best: less can be other data."""
     plateau_steps: int = Field(48, ge=8)
     """Steps in a row above the best that make it. Spikes that heal by themselves do so in fewer:
     LLM-Foundry allows them 5 % of its window of 100 or more."""

@@ -7,6 +7,7 @@ Promises:
   rewinds by itself, whether or not ``rewind`` was called.
 - Several detectors at one step give one list. While a trouble is in hand nothing is
   reported twice: until ``rewind``, ``settle``, or ``settle_steps`` later, whichever is first.
+  An early trouble (``EARLY``) holds back its like only.
 
 - Incidents of detectors that see no tensors name the layers that had moved before the loss did.
 
@@ -39,7 +40,9 @@ SAVED_PAST_STATES = 8
 
 
 IN_STRIDE: frozenset[IncidentKind] = frozenset({"nonfinite", "exchange_error"})
-"""Incidents that are answered without a way back."""
+"""Incidents that are answered without a way back, and each is another."""
+EARLY: frozenset[IncidentKind] = frozenset({"projected_overflow", "underflow", "frozen_scale"})
+"""Incidents of a state that is still good; while one is in hand, worse ones are reported."""
 BLIND: frozenset[IncidentKind] = frozenset({"loss_spike", "slow_divergence", "grad_norm_spike"})
 """Incidents of detectors that see no tensors."""
 
@@ -57,6 +60,8 @@ class BankState:
     """First step that is past the settling window."""
     hold_until: int | None = None
     """First step past the hold; None: no trouble in hand."""
+    early_until: int | None = None
+    """The same of early troubles."""
     high_precision: tuple[str, ...] = ()
     lr: float = 0.0
     """Of the newest record; 0 before the first."""
@@ -118,14 +123,23 @@ class DetectorBank:
                 if not settling or detector.counts_while_settling(incident)
             ]
         incidents = [self._told_where(incident, states) for incident in incidents]
-        hold = state.hold_until
+        hold, early = state.hold_until, state.early_until
         if hold is not None:
             incidents = []
-        elif any(incident.kind not in IN_STRIDE for incident in incidents):
-            # What is dealt with as it is seen holds nothing back: the next one is new.
+        if early is not None:
+            incidents = [incident for incident in incidents if incident.kind not in EARLY]
+        # What is dealt with as it is seen holds nothing back: the next one is new.
+        lasting = {incident.kind for incident in incidents} - IN_STRIDE
+        if lasting - EARLY:
             hold = record.step + self.config.settle_steps
+        if lasting & EARLY:
+            early = record.step + self.config.settle_steps
         self._state = replace(
-            state, detectors=tuple(states), next_step=record.step + 1, hold_until=hold
+            state,
+            detectors=tuple(states),
+            next_step=record.step + 1,
+            hold_until=hold,
+            early_until=early,
         )
         return incidents
 
@@ -166,6 +180,7 @@ class DetectorBank:
             timeline=newest.timeline if timeline is None else timeline,
             next_step=step,
             hold_until=None,
+            early_until=None,
             settle_until=step + self.config.settle_steps,
         )
         return found
@@ -173,7 +188,10 @@ class DetectorBank:
     def settle(self, step: int) -> None:
         """Open a settling window at ``step`` and end a hold: the trouble is dealt with."""
         self._state = replace(
-            self._state, settle_until=step + self.config.settle_steps, hold_until=None
+            self._state,
+            settle_until=step + self.config.settle_steps,
+            hold_until=None,
+            early_until=None,
         )
 
     def hold(self, step: int) -> None:
@@ -222,6 +240,9 @@ class DetectorBank:
         hold = state.hold_until
         if hold is not None and record.step >= hold:
             hold = None
+        early = state.early_until
+        if early is not None and record.step >= early:
+            early = None
         return replace(
             state,
             attempt=record.attempt,
@@ -230,6 +251,7 @@ class DetectorBank:
             lr=record.lr if math.isfinite(record.lr) else state.lr,
             settle_until=settle_until,
             hold_until=hold,
+            early_until=early,
         )
 
     def _jumps(self, before: float, lr: float) -> bool:
@@ -246,6 +268,7 @@ class DetectorBank:
             "next_step": state.next_step,
             "settle_until": state.settle_until,
             "hold_until": state.hold_until,
+            "early_until": state.early_until,
             "high_precision": list(state.high_precision),
             "lr": state.lr,
         }

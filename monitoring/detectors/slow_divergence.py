@@ -2,7 +2,8 @@
 
 Sees: log(loss). Statistics: medians of the newest four stretches of ``divergence_steps`` steps
 (the newest is the fast average, all four the slow one), the noise between them (from the
-differences of neighbouring steps, which no trend is in), and the lowest fast average so far.
+differences of neighbouring steps, which no trend is in), and the lowest fast average, which is
+slowly forgotten.
 Fires when the loss rose by ``divergence_rise`` over the four, in each of them, in the newest
 still by more than noise, and more like a line than like a jump; or when the fast average is
 ``plateau_rise`` above the best for ``plateau_steps`` steps, then not again before it has left
@@ -24,6 +25,9 @@ from monitoring.detectors.base import Detector, register
 from monitoring.detectors.baseline import MAD_TO_SIGMA, NO_VALUES, Window
 from monitoring.records import Incident, StepRecord
 
+FORGOTTEN_IN = 512
+"""Steps in which most of a best that the loss doesn't come back to is forgotten: data that were
+easier for a while are no measure for ever."""
 STRETCHES = 4
 EACH_SHARE = 1 / 6
 """Share of the rise that every stretch must have, of the third that even growth has."""
@@ -90,7 +94,8 @@ class SlowDivergence(Detector[SlowState]):
             return SlowState(losses, rates, state.best), []
         values = np.asarray(losses.values)
         fast = float(np.median(values[-length:]))
-        best = fast if state.best is None else min(state.best, fast)
+        best = fast if state.best is None else state.best
+        best = min(best + (fast - best) / FORGOTTEN_IN, fast)
         slack = 2.0 if rates[-1] > RISING_LR * rates[0] else 1.0
 
         incidents = []

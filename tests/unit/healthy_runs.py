@@ -49,7 +49,8 @@ def healthy_run(
         if kind == "restarts" and step >= cycle:
             loss *= 1 + 0.08 * (1 - math.exp(-into / 15)) * math.exp(-into / 150)
         if kind == "domain_shift" and step and step % 701 == 0:
-            domain, decay = math.log(rng.uniform(0.8, 1.2)), rng.choice([0.98, 0.995, 1.0])
+            domain += math.log(rng.uniform(0.8, 1.2))
+            decay = rng.choice([0.98, 0.995, 1.0])
         if kind == "batch_size" and step % 400 == 0:
             spread = float(rng.choice([0.01, 0.02, 0.04, 0.06]))
         domain *= decay

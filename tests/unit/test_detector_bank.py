@@ -78,6 +78,28 @@ class TestOneReportATrouble:
         assert [i.step for i in feed(bank, [with_loss(r, 3.0) for r in records[40:50]])] == [45]
 
 
+class TestEarlyTroubles:
+    """Told while the state is still good."""
+
+    name = "layers.0.mlp.down/input"
+
+    def losing(self, record):
+        stats = dataclasses.replace(record.tensors[self.name], underflow_pct=60.0)
+        return dataclasses.replace(record, tensors={**record.tensors, self.name: stats})
+
+    def test_do_not_hold_back_worse_ones(self):
+        records = healthy_trace(60)
+        records = records[:30] + [self.losing(r) for r in records[30:]]
+        records[40] = with_loss(records[40], 3.0)
+        found = feed(DetectorBank(CONFIG), records[:41])
+        assert [(i.kind, i.step) for i in found] == [("underflow", 37), ("loss_spike", 40)]
+
+    def test_are_told_again_after_the_settling_time(self):
+        records = healthy_trace(60)
+        found = feed(DetectorBank(CONFIG), records[:30] + [self.losing(r) for r in records[30:]])
+        assert [i.step for i in found] == [37, 45, 53]
+
+
 class TestSettling:
     def spike_after(self, bank, records, step):
         return kinds(feed(bank, [*records[:step], with_loss(records[step], 2.0)]))
