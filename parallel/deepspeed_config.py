@@ -84,6 +84,21 @@ REFUSED: Mapping[str, str] = {
 """Keys that no value is right for, and why or where to set it instead."""
 
 
+FIXED: Mapping[str, tuple[object, str]] = {
+    "zero_optimization.compute_grad_norm": (
+        True,
+        "a step whose gradient norm is not finite is left out, and the norm is watched",
+    ),
+    "zero_optimization.zero_quantized_gradients": (
+        False,
+        "it is of ZeRO 3 and does nothing here; set `communication_data_type: fp8`",
+    ),
+    "zero_optimization.legacy_stage1": (False, "DeepSpeed has it no more"),
+    "bf16.bf16_master_weights_and_grads": (False, "weights are bf16 with fp32 masters"),
+    "bf16.bf16_optimizer_states": (False, "weights are bf16 with fp32 masters"),
+}
+"""Keys that DeepSpeed is not told, with their one value and why there is no other."""
+
 OVERRIDABLE = frozenset({"steps_per_print", "timers"})
 """Keys of ours that the user's value replaces: what DeepSpeed prints and times."""
 
@@ -171,7 +186,10 @@ def contradictions(own: Mapping[str, Any], user: Mapping[str, Any]) -> list[Cont
                 ):
                     found.append(Contradiction(key, value, "it is fp32 or bf16"))
                 continue
-            if key in REFUSED:
+            if key in FIXED:
+                if value not in ("auto", FIXED[key][0]):
+                    found.append(Contradiction(key, value, FIXED[key][1]))
+            elif key in REFUSED:
                 found.append(Contradiction(key, value, REFUSED[key]))
             elif name in ours and isinstance(ours[name], Mapping) and isinstance(value, Mapping):
                 visit(ours[name], value, f"{key}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel.deepspeed_config import (
+    FIXED,
     REFUSED,
     BatchShape,
     accumulation_dtype,
@@ -118,3 +119,12 @@ def test_what_gradients_are_added_up_in_is_the_users_to_say(asked: object, dtype
 def test_gradients_are_added_up_in_nothing_else(asked: object) -> None:
     (found,) = contradictions(OWN, {"data_types": {"grad_accum_dtype": asked}})
     assert (found.key, found.reason) == ("data_types.grad_accum_dtype", "it is fp32 or bf16")
+
+
+@pytest.mark.parametrize("key", sorted(FIXED))
+def test_a_switch_that_would_break_a_promise_has_one_value(key: str) -> None:
+    section, name = key.split(".")
+    right, reason = FIXED[key]
+    assert contradictions(OWN, {section: {name: right}}) == []
+    (found,) = contradictions(OWN, {section: {name: not right}})
+    assert (found.key, found.reason) == (key, reason)
