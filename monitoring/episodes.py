@@ -17,6 +17,7 @@ HEADLINES = {
     "rollback": "Rolled back{where}",
     "layer_fallback": "Rolled back{where}, layers to BF16",
     "exchange_chosen": "Gradient exchange chosen",
+    "early_fallback": "Layers to BF16",
     "exchange_bf16": "Gradient exchange to BF16",
     "exchange_fp8": "Gradient exchange back to FP8",
     "return_to_fp8": "Layers back to FP8",

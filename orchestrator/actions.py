@@ -21,6 +21,7 @@ ActionKind = Literal[
     "exchange_bf16",
     "exchange_fp8",
     "rollback",
+    "early_fallback",
     "layer_fallback",
     "return_to_fp8",
     "whole_bf16",

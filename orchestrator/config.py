@@ -37,7 +37,7 @@ class RecoveryConfig(_Section):
     max_rollbacks: int = Field(10, ge=0)
     """Rollbacks that only skip batches."""
     max_layer_fallbacks: int = Field(10, ge=0)
-    """Rollbacks that move suspect layers to BF16."""
+    """Times that suspect layers are moved to BF16, with a rollback or before one is needed."""
     max_exchange_fallbacks: int = Field(2, ge=0)
     """Times that the gradient exchange may fall back to BF16; after the last it stays there."""
     max_suspects: int = Field(4, ge=1)

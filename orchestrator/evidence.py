@@ -14,10 +14,16 @@ from orchestrator.config import RecoveryConfig
 
 LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung", "supervisor_lost"})
 """Ranks are gone, or all of them with their supervisor: only another attempt helps."""
-DIVERGENCE: frozenset[IncidentKind] = frozenset({"nonfinite", "loss_spike", "grad_norm_spike"})
+DIVERGENCE: frozenset[IncidentKind] = frozenset(
+    {"nonfinite", "loss_spike", "slow_divergence", "grad_norm_spike"}
+)
 EXCHANGE: frozenset[IncidentKind] = frozenset({"exchange_error"})
 """Training is sound, its gradients are only rounded coarsely on the way."""
-SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation"})
+SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation", "amax_surge"})
+EARLY: frozenset[IncidentKind] = frozenset({"projected_overflow", "underflow", "frozen_scale"})
+"""FP8 fits a layer badly, or soon will; the state that training is in is still good."""
+CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
+"""What a rank holds is not what was computed; no remedy of training cures that."""
 
 
 def count(history: History, kind: ActionKind) -> int:
@@ -62,7 +68,7 @@ def raised_again(incidents: Iterable[Incident], history: History) -> bool:
 
 def troubles(incidents: Iterable[Incident]) -> set[str]:
     """The troubles that the incidents are symptoms of."""
-    names = {"divergence": DIVERGENCE, "saturation": SATURATION}
+    names = {"divergence": DIVERGENCE, "saturation": SATURATION, "corruption": CORRUPTION}
     kinds = {incident.kind for incident in incidents}
     return {name for name, symptoms in names.items() if kinds & symptoms}
 
@@ -116,9 +122,11 @@ def fp8_suspects(
 ) -> tuple[str, ...]:
     """Suspect layers that compute in FP8 now, most suspect first, at most ``max_suspects``.
 
-    The detectors name the most suspect layer first; saturation speaks before the others.
+    The detectors name the most suspect layer first; saturation speaks before the others. What
+    was corrupted is no fault of its layer's precision.
     """
-    ordered = sorted(incidents, key=lambda incident: incident.kind not in SATURATION)
+    telling = [incident for incident in incidents if incident.kind not in CORRUPTION]
+    ordered = sorted(telling, key=lambda incident: incident.kind not in SATURATION)
     names = dict.fromkeys(s.layer for incident in ordered for s in incident.suspects)
     running = set(fp8_now(history))
     return tuple(name for name in names if name in running)[: policy.max_suspects]
@@ -201,3 +209,17 @@ def spans(numbers: Sequence[int], one: str, many: str) -> str:
 def cause(incidents: Sequence[Incident]) -> str:
     """What the incidents say, once each."""
     return "; ".join(dict.fromkeys(incident.message.rstrip(".") for incident in incidents))
+
+
+def repaired_within(history: History, policy: RecoveryConfig) -> Action | None:
+    """The restart that answered a corruption within the horizon before this one."""
+    return next(
+        (
+            action
+            for action in reversed(history.actions)
+            if is_restart(action)
+            and any(incident.kind in CORRUPTION for incident in action.incidents)
+            and history.step - action.step <= policy.horizon
+        ),
+        None,
+    )

@@ -16,6 +16,7 @@ from orchestrator.actions import Action, ActionKind, History, PassedOver, Restor
 from orchestrator.config import RecoveryConfig
 from orchestrator.evidence import LOST_RANK, count, kept_by_hand
 from orchestrator.rungs import (
+    EarlyFallback,
     ExchangeBF16,
     Exhausted,
     LayerFallback,
@@ -47,6 +48,7 @@ __all__ = [
 LADDER: tuple[Rung, ...] = (
     SkipStep(),
     ExchangeBF16(),
+    EarlyFallback(),
     Rollback(),
     LayerFallback(),
     WholeBF16(),

@@ -13,6 +13,10 @@ What decides is evidence:
 - a layer that saturated in FP8 goes to BF16 at once: other batches would not cure it;
 - gradients that the exchange rounds too coarsely, and nothing else, cross the network in
   BF16: no state is bad, so nothing is rolled back;
+- a layer that FP8 will soon fit no more, or fits badly, goes to BF16 where training is: no
+  state is bad yet;
+- replicas that differ are restarted from before they did, once within the horizon: a machine
+  that corrupts what it holds is for a person;
 - what comes back within the horizon was not cured, and climbs. Loss, gradient norm and
   non-finite values are symptoms of one trouble (divergence); saturation is another.
 """
@@ -27,6 +31,8 @@ from monitoring.records import Incident
 from orchestrator.actions import Action, ActionKind, History, PassedOver
 from orchestrator.config import RecoveryConfig
 from orchestrator.evidence import (
+    CORRUPTION,
+    EARLY,
     EXCHANGE,
     LOST_RANK,
     cause,
@@ -37,6 +43,7 @@ from orchestrator.evidence import (
     landing,
     onset,
     raised_again,
+    repaired_within,
     restarts,
     skips_in_a_row,
     snapshot_before,
@@ -91,15 +98,20 @@ def going_back(
 
 
 def no_instability(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOver | None:
-    """Remedies of training are no answer to a lost rank, nor to a coarse exchange.
+    """Remedies of training are no answer to a lost rank, to a coarse exchange, to replicas that
+    differ, nor to what is told before anything is wrong.
 
     Nor to a non-finite step beside a lost rank: its update was left out, and if it comes
     back the next attempt sees it.
     """
+    if any(incident.kind in CORRUPTION for incident in incidents):
+        return PassedOver(kind, "no remedy of training makes replicas the same")
     if all(incident.kind in EXCHANGE for incident in incidents):
         return PassedOver(kind, "rounding in the exchange is no instability of training")
+    if all(incident.kind in EXCHANGE | EARLY for incident in incidents):
+        return PassedOver(kind, "the state that training is in is still good")
     lost = any(incident.kind in LOST_RANK for incident in incidents)
-    harmless = LOST_RANK | EXCHANGE | {"nonfinite"}
+    harmless = LOST_RANK | EXCHANGE | EARLY | {"nonfinite"}
     if lost and all(incident.kind in harmless for incident in incidents):
         return PassedOver(kind, "a lost rank is no instability of training")
     return None
@@ -110,6 +122,17 @@ def spent(kind: ActionKind, history: History, key: str, budget: int) -> PassedOv
     used = count(history, kind)
     if used >= budget:
         return PassedOver(kind, f"{used} of recovery.{key} = {budget} are used")
+    return None
+
+
+def fallbacks_spent(
+    kind: ActionKind, history: History, policy: RecoveryConfig
+) -> PassedOver | None:
+    """Whether layers were moved to BF16 as often as they may be, early or late."""
+    used = count(history, "layer_fallback") + count(history, "early_fallback")
+    if used >= policy.max_layer_fallbacks:
+        budget = f"recovery.max_layer_fallbacks = {policy.max_layer_fallbacks}"
+        return PassedOver(kind, f"{used} of {budget} are used")
     return None
 
 
@@ -165,6 +188,33 @@ class ExchangeBF16:
         return replace(drafted(self.kind, incidents, history, reason), exchange="bf16")
 
 
+class EarlyFallback:
+    """Answers layers that FP8 fits badly, or soon will: they go to BF16 where training is.
+
+    Beside another trouble it waits, which takes these suspects along. The budget is that of the
+    rung which moves layers after the fact.
+    """
+
+    kind: ActionKind = "early_fallback"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if not any(incident.kind in EARLY for incident in incidents):
+            return PassedOver(self.kind, "no layer is about to leave FP8's range")
+        if others := sorted({i.kind for i in incidents if i.kind not in EARLY | EXCHANGE}):
+            return PassedOver(self.kind, f"{', '.join(others)} comes first")
+        suspects = fp8_suspects(incidents, history, policy)
+        if not suspects:
+            return PassedOver(self.kind, "the evidence names no layer that computes in FP8")
+        if refused := fallbacks_spent(self.kind, history, policy):
+            return refused
+        verb = "computes" if len(suspects) == 1 else "compute"
+        reason = f"{', '.join(suspects)} {verb} in BF16 from here on: {cause(incidents)}."
+        action = drafted(self.kind, incidents, history, reason)
+        return replace(action, precision=dict.fromkeys(suspects, "bf16"))
+
+
 class Rollback:
     """Answers instability that no FP8 layer explains: other batches, the same precision."""
 
@@ -209,7 +259,7 @@ class LayerFallback:
         suspects = fp8_suspects(incidents, history, policy)
         if not suspects:
             return PassedOver(self.kind, "the evidence names no layer that computes in FP8")
-        if refused := spent(self.kind, history, "max_layer_fallbacks", policy.max_layer_fallbacks):
+        if refused := fallbacks_spent(self.kind, history, policy):
             return refused
         remedy = f", with {', '.join(suspects)} in BF16"
         action = going_back(self.kind, incidents, history, policy, remedy)
@@ -257,14 +307,19 @@ class LowerLR:
 
 
 class Restart:
-    """Answers lost ranks: the next attempt, from the newest state that all ranks have."""
+    """Answers lost ranks: the next attempt, from the newest state that all ranks have.
+
+    And replicas that differ: from the newest state of a step at which they were compared and
+    did not, with the batches that followed.
+    """
 
     kind: ActionKind = "restart"
 
     def consider(
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
-        if not any(incident.kind in LOST_RANK for incident in incidents):
+        broken = [incident for incident in incidents if incident.kind in CORRUPTION]
+        if not broken and not any(incident.kind in LOST_RANK for incident in incidents):
             return PassedOver(self.kind, "no rank was lost")
         if raised_again(incidents, history):
             return PassedOver(self.kind, "the ranks raised an error twice without a step between")
@@ -273,19 +328,31 @@ class Restart:
             return PassedOver(
                 self.kind, f"{used} of recovery.max_restarts = {policy.max_restarts} are used"
             )
+        if broken:
+            if earlier := repaired_within(history, policy):
+                return PassedOver(
+                    self.kind,
+                    f"replicas differ again within the horizon of {policy.horizon} steps of the "
+                    f"restart at step {earlier.step}",
+                )
+            good = max(0, min(incident.onset_step for incident in broken))
+            reason = f"Restart from before replicas differed, step {good} at most"
+            action = drafted(self.kind, incidents, history, f"{reason}: {cause(incidents)}.")
+            return replace(action, in_place=False, to_step=good)
         reason = f"Restart from the newest state that all ranks have: {cause(incidents)}."
         return replace(drafted(self.kind, incidents, history, reason), in_place=False)
 
 
 class Watch:
-    """Answers an exchange that is coarse and may not fall back: training goes on with it."""
+    """Answers what is not bad yet and can't be helped: an exchange that is coarse and may not
+    fall back, layers that may not leave FP8. Training goes on with it."""
 
     kind: ActionKind = "none"
 
     def consider(
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
-        if others := sorted({i.kind for i in incidents if i.kind not in EXCHANGE}):
+        if others := sorted({i.kind for i in incidents if i.kind not in EXCHANGE | EARLY}):
             return PassedOver(self.kind, f"{', '.join(others)} can't be left alone")
         reason = f"Training goes on as it is: {cause(incidents)}."
         return drafted(self.kind, incidents, history, reason)

@@ -66,7 +66,7 @@ STOP_S = 45.0
 """Seconds that a stop may take, its checkpoint included; the controller ends us after 60."""
 
 
-IN_STRIDE = frozenset({"none", "skip_step", "exchange_bf16"})
+IN_STRIDE = frozenset({"none", "skip_step", "exchange_bf16", "early_fallback"})
 """Answers with which training goes on without a way back."""
 
 
@@ -283,6 +283,8 @@ class Supervision:
             case "exchange_bf16":
                 assert action.exchange is not None
                 self.post(SetExchange(action.exchange))
+            case "early_fallback":
+                self.post(SetPrecision(dict(action.precision)))
             case "fail":
                 self._finish(now, JobState.FAILED, Cause.ERROR, action.reason)
             case "pause":

@@ -154,6 +154,8 @@ class Script:
     nonfinite: frozenset[int] = frozenset()
     saturated: Callable[[int, str], bool] = lambda step, layer: False
     """(step, layer) that saturates while it computes in FP8."""
+    flushed: Callable[[int, str], bool] = lambda step, layer: False
+    """(step, layer) whose values are flushed to zero while it computes in FP8."""
     disk_full: bool = False
     """No checkpoint can be written."""
     coarse: Callable[[int], bool] = lambda step: False
@@ -323,6 +325,8 @@ class ScriptedRanks:
             layer = name.split("/")[0]
             if self.script.saturated(self.step, layer) and layer not in in_bf16:
                 stats[i, :6] = [400.0, 100.0, 300.0, 0.0, 0.0, 1000.0]
+            if self.script.flushed(self.step, layer) and layer not in in_bf16:
+                stats[i, :6] = [4.0, 100.0, 0.0, 600.0, 0.0, 1000.0]
         return RankReport(
             attempt=self.attempt,
             timeline=self.timeline,

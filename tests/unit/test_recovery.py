@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from monitoring.records import Incident, Suspect
 from orchestrator.config import RecoveryConfig
 from orchestrator.recovery import (
@@ -238,6 +240,7 @@ class TestLastRungs:
         assert [p.rung for p in action.passed_over] == [
             "skip_step",
             "exchange_bf16",
+            "early_fallback",
             "rollback",
             "layer_fallback",
             "whole_bf16",
@@ -374,6 +377,89 @@ class TestExchangeBF16:
         row = act(history(), incident("loss_spike", 61)).to_json()
         del row["exchange"]
         assert Action.from_json(row).exchange is None
+
+
+class TestEarlyFallback:
+    KINDS = ("projected_overflow", "underflow", "frozen_scale")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_it_moves_the_suspects_and_rolls_nothing_back(self, kind: str) -> None:
+        action = act(history(), incident(kind, 61, 50, DOWN))
+        assert (action.kind, action.precision) == ("early_fallback", {DOWN: "bf16"})
+        assert action.to_step is None and action.in_place and not action.skip_batches
+        assert f"{DOWN} computes in BF16 from here on" in action.reason
+
+    def test_beside_another_trouble_its_suspects_go_along_with_the_way_back(self) -> None:
+        action = act(history(), incident("underflow", 61, 58, DOWN), incident("loss_spike", 61))
+        assert (action.kind, action.precision) == ("layer_fallback", {DOWN: "bf16"})
+        assert action.to_step == 50
+        assert why(action, "early_fallback") == "loss_spike comes first"
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_layers_that_are_in_bf16_already_are_watched(self, kind: str) -> None:
+        hist = history(precision=dict.fromkeys(LAYERS, "bf16"))
+        action = act(hist, incident(kind, 61, 50, DOWN))
+        assert action.kind == "none"
+        assert why(action, "rollback") == "the state that training is in is still good"
+
+    def test_its_budget_is_that_of_the_fallbacks_after_the_fact(self) -> None:
+        policy = RecoveryConfig(max_layer_fallbacks=2)
+        early = act(history(20), incident("underflow", 20, 12, LAYERS[0]))
+        late = act(history(40), incident("amax_saturation", 40, 40, LAYERS[2]))
+        assert [early.kind, late.kind] == ["early_fallback", "layer_fallback"]
+        hist = history(actions=(early, late))
+        action = act(hist, incident("underflow", 61, 50, DOWN), policy=policy)
+        assert action.kind == "none"
+        assert why(action, "early_fallback") == "2 of recovery.max_layer_fallbacks = 2 are used"
+
+    def test_a_layer_that_it_moved_returns_and_stays_away_the_second_time(self) -> None:
+        first = act(history(20), incident("underflow", 20, 12, DOWN))
+        hist = history(400, actions=(first,), precision={DOWN: "bf16"}, last_incident_step=20)
+        back = return_to_fp8(hist, POLICY)
+        assert back.precision == {DOWN: "fp8"}
+        again = act(history(500), incident("underflow", 500, 492, DOWN))
+        hist = history(900, actions=(first, back, again), precision={DOWN: "bf16"})
+        assert return_to_fp8(hist, POLICY).kind == "none"
+
+    def test_a_surge_goes_back_for_the_state_is_not_good(self) -> None:
+        action = act(history(), incident("amax_surge", 61, 58, DOWN))
+        assert (action.kind, action.to_step, action.precision) == (
+            "layer_fallback", 50, {DOWN: "bf16"},
+        )  # fmt: skip
+
+
+class TestReplicasThatDiffer:
+    def test_a_restart_from_before_the_last_comparison_without_moving_layers(self) -> None:
+        action = act(history(), incident("replica_disagreement", 60, 50, DOWN))
+        assert (action.kind, action.in_place, action.to_step) == ("restart", False, 50)
+        assert not action.precision and not action.skip_batches
+        assert "before replicas differed, step 50" in action.reason
+        assert why(action, "layer_fallback") == "no remedy of training makes replicas the same"
+
+    def test_beside_a_loss_spike_it_comes_first(self) -> None:
+        action = act(
+            history(), incident("replica_disagreement", 60, 50), incident("loss_spike", 61)
+        )
+        assert action.kind == "restart"
+
+    def test_again_within_the_horizon_is_for_a_person(self) -> None:
+        first = act(history(), incident("replica_disagreement", 60, 50))
+        action = act(
+            history(121, actions=(first,)), incident("replica_disagreement", 120, 110, DOWN)
+        )
+        assert action.kind == "pause"
+        assert "differ again within the horizon of 200 steps" in why(action, "restart")
+        much_later = act(
+            history(900, actions=(first,)), incident("replica_disagreement", 900, 890, DOWN)
+        )
+        assert much_later.kind == "restart"
+
+
+def test_a_slow_divergence_that_comes_back_climbs_like_a_spike() -> None:
+    first = act(history(), incident("slow_divergence", 61, 45))
+    assert (first.kind, first.to_step) == ("rollback", 40)
+    action = act(history(150, actions=(first,)), incident("slow_divergence", 150, 140))
+    assert "came back within the horizon" in why(action, "rollback")
 
 
 class TestExchangeToFP8:

@@ -28,10 +28,17 @@ KINDS: list[IncidentKind] = [
     "loss_spike",
     "grad_norm_spike",
     "amax_saturation",
+    "slow_divergence",
+    "amax_surge",
+    "projected_overflow",
+    "underflow",
+    "frozen_scale",
     "exchange_error",
+    "replica_disagreement",
     "rank_died",
     "rank_hung",
 ]
+EARLY = {"projected_overflow", "underflow", "frozen_scale"}
 BUDGETS = {
     "skip_step": "max_skips",
     "rollback": "max_rollbacks",
@@ -177,8 +184,15 @@ class Job(RuleBasedStateMachine):
         if action.exchange is not None:
             assert (before.exchange, action.exchange) == ("fp8", "bf16")
             assert action.to_step is None and not action.precision and not action.skip_batches
-        if {i.kind for i in action.incidents} == {"exchange_error"}:
+        kinds = {i.kind for i in action.incidents}
+        if kinds == {"exchange_error"}:
             assert action.kind in ("exchange_bf16", "none"), "training itself is sound"
+        elif kinds <= EARLY | {"exchange_error"}:
+            assert action.kind in ("early_fallback", "none"), "the state is still good"
+            assert action.to_step is None and not action.skip_batches
+        if "replica_disagreement" in kinds:
+            assert action.kind in ("restart", "pause", "fail") and not action.precision
+            assert action.kind != "restart" or action.to_step == onset_of(action)
         running = set(before.fp8_layers) - set(before.precision)
         assert set(action.precision) <= running
 
@@ -206,15 +220,22 @@ class Job(RuleBasedStateMachine):
             return
         for kind, key in BUDGETS.items():
             assert sum(a.kind == kind for a in self.actions) <= getattr(self.policy, key)
+        moved = sum(a.kind in ("layer_fallback", "early_fallback") for a in self.actions)
+        assert moved <= self.policy.max_layer_fallbacks
         assert restarts_of(self.actions) <= self.policy.max_restarts
 
     @invariant()
     def no_trouble_is_answered_the_same_way_twice_within_the_horizon(self) -> None:
         rollbacks = [a for a in getattr(self, "actions", []) if a.kind == "rollback"]
-        divergence = {"nonfinite", "loss_spike", "grad_norm_spike"}
+        divergence = {"nonfinite", "loss_spike", "slow_divergence", "grad_norm_spike"}
         troubled = [a for a in rollbacks if divergence & {i.kind for i in a.incidents}]
         for first, second in pairwise(troubled):
             assert second.step - first.step > self.policy.horizon
+
+
+def onset_of(action: Action) -> int:
+    """The last step at which the replicas were the same."""
+    return min(i.onset_step for i in action.incidents if i.kind == "replica_disagreement")
 
 
 def restarts_of(actions: list[Action]) -> int:

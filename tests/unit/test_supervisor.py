@@ -229,6 +229,22 @@ class TestInPlace:
         assert job.ranks.attempts[-1][0].ledger == (22,)
 
 
+class TestEarlyTroubles:
+    def test_a_layer_leaves_fp8_where_training_is_and_returns_after_the_calm_stretch(
+        self, bench: Make
+    ) -> None:
+        job = bench(Script(flushed=lambda step, layer: step >= 30 and layer == LAYERS[1]))
+        job.train(40)
+        assert job.settled().kinds() == ["early_fallback"]
+        assert job.ranks.commands[-1].order == SetPrecision({LAYERS[1]: "bf16"})
+        assert job.ranks.timeline == 0 and job.ranks.step == 40
+        assert ("recovering", "INCIDENT") not in job.controller.states
+        event = job.controller.event("early_fallback")
+        assert f"{LAYERS[1]} computes in BF16 from here on" in event.message
+        view = job.supervision._journal.view(JobState.RUNNING)
+        assert "Layers to BF16" in render_report(view)
+
+
 class TestExchange:
     def coarse_until(self, step: int) -> Script:
         return Script(coarse=lambda s: 20 <= s < step)
