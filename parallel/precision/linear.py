@@ -143,7 +143,8 @@ class Float8Linear(nn.Linear):
     observed. The weight is quantized once and kept until ``forget_weight``, which the scope
     calls at every step boundary, until another tensor or other memory takes its place (a
     parameter replaced, ``functional_call``, ``.data = …``), or until autograd counts a change
-    of it in place (one through ``.data`` it doesn't count: say so by ``forget_weight``).
+    of it in place (one through ``.data`` it doesn't count, nor what a fused optimizer does:
+    ``optimizer_steps`` forgets then; say other ones by ``forget_weight``).
 
     With a bias it is added in BF16 after the product, and its gradient is the sum of the
     gradient as it came, unquantized, as in Transformer Engine.
@@ -189,6 +190,11 @@ class Float8Linear(nn.Linear):
         ``undo``: powers of two [in_features] that the quantized input is multiplied by in the
         product, and the unquantized one in BF16 (Smooth SwiGLU's ``s^-1``).
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"FP8 linear {self.name!r} doesn't go through the transforms of torch.func (grad, "
+                "vmap, …): use backward()"
+            )
         if self.operands is None:
             self.operands = self._bind(self.name)
         self.has_run = True

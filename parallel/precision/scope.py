@@ -30,6 +30,7 @@ from parallel.config import FP8Config, Precision
 from parallel.precision import kernels, recipes
 from parallel.precision.layers import NormLinear, NormMLP, Observation, RMSNorm, recomputed
 from parallel.precision.linear import BF16Linear, Float8Linear
+from parallel.precision.optimizer_steps import forget_weights_after_steps
 from parallel.precision.packed_state import STATISTICS_COLUMNS, PackedState
 from parallel.precision.quantizers import Quantizer
 from parallel.precision.recipes import ROLES, Role
@@ -177,6 +178,8 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.train(linear.training)
         self._linears[name] = layer
+        # Its training loop is a user's, who may not close steps by finish_step.
+        forget_weights_after_steps(self)
         return layer
 
     def stays_in_bf16(self, name: str) -> bool:
@@ -380,3 +383,4 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         """Take back ``__getstate__``, with this process's casts."""
         self.__dict__.update(state)
         self._kernels = kernels.load() if state["_kernels"] else None
+        forget_weights_after_steps(self)

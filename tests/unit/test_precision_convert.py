@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, HighPrecisionLayers
-from parallel.precision.convert import convert
+from parallel.precision.convert import convert, scope_of
 from parallel.precision.linear import Float8Linear
 from parallel.precision.scope import PrecisionScope
 from tests.unit.precision_recipes import every_recipe, every_variant, fp8_config
@@ -40,6 +40,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
+TOKENS = torch.arange(48).view(4, 12)
 LINEARS = ("blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2")
 
 
@@ -120,6 +121,35 @@ def test_a_weight_that_the_optimizer_changed_is_quantized_anew_without_being_tol
     with torch.no_grad():
         model[0].weight.mul_(-1)
     assert torch.equal(model(x), -before)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["first", "copy"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_what_a_fused_optimizer_did_is_seen_though_autograd_does_not_count_it(kind, copied):
+    model = Model()
+    convert(model, fp8_config("current"))
+    model = copy.deepcopy(model) if copied else model
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True)
+    before = model(TOKENS)
+    before.sum().backward()
+    optimizer.step()
+    after = model(TOKENS)
+    scope_of(model).forget_weights()
+    assert torch.equal(after, model(TOKENS))
+    assert not torch.equal(after, before)
+
+
+def test_a_transform_of_torch_func_is_refused_with_what_to_do():
+    model = Model()
+    convert(model, fp8_config("current"))
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (TOKENS,)).square().sum()
+
+    with pytest.raises(
+        RuntimeError, match=r"FP8 linear 'blocks.0.0'.*torch\.func.*use backward\(\)"
+    ):
+        torch.func.grad(loss)(dict(model.named_parameters()))
 
 
 def test_a_module_in_two_places_is_converted_once_for_both():
