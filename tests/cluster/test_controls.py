@@ -22,7 +22,7 @@ from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, supervisor_actor
 
 LAYER = "layers.1.mlp.down"
 SKIPPED = 180
-END = 70
+END = 100
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,7 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
     os.kill(ray.get(controller.pid.remote()), signal.SIGKILL)
     ray.kill(ray.get_actor(supervisor_actor(job), namespace=NAMESPACE))
     returned_at = client.answer(job, returned)["step"]
+    measured_at = done(client.exchange(job, "auto", by="dave"))
     wait_for(client, job, lambda shown: shown["settled"])
     assert client.job(job)["state"] == "succeeded"
 
@@ -122,6 +123,8 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
     for record in [*kept, *undone]:
         assert (LAYER in record.high_precision_layers) == (record.step >= in_bf16)
         in_fp8 = record.step < exchanged or (record.attempt == 3 and record.step >= returned_at)
+        if record.attempt == 3 and record.step >= measured_at:
+            in_fp8 = view.actions[-1]["exchange"] == "fp8"
         assert record.comm["wire_bits"] == (8 if in_fp8 else 16)
 
     asked = [a for a in view.actions if a["asked"] is not None]
@@ -131,11 +134,12 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
         ("rollback", "bob"),
         ("pause", "carol"),
         ("exchange_fp8", "dave"),
+        ("exchange_auto", "dave"),
     ]
     others = [a["kind"] for a in view.actions if a["asked"] is None]
-    assert others == ["restart"], "the policy answered the lost supervisor, and nothing else"
+    assert others == ["restart", "exchange_chosen"], "the lost supervisor's, what was measured"
     told = [e["detail"]["kind"] for e in view.events if e["kind"] == "control_applied"]
-    assert told == ["precision", "exchange", "rollback", "pause", "exchange"]
+    assert told == ["precision", "exchange", "rollback", "pause", "exchange", "exchange"]
     (refused,) = [e["message"] for e in view.events if e["kind"] == "control_refused"]
     assert f"no snapshot or checkpoint of step {first + 1}" in refused
     assert "as bob asked" in Path(view.extra["job_dir"], "report.html").read_text()
