@@ -51,6 +51,9 @@ class DetectionConfig(_Section):
     """Robust deviations of log(gradient norm). ZClip clips at 2.5, which costs it nothing."""
     grad_norm_min_ratio: float = Field(4.0, gt=1)
     """Gradient norm over its median, below which nothing is a spike: clipping deals with it."""
+    grad_norm_patience: int = Field(2, ge=1)
+    """Successive steps of it before it is an incident; one of 2.5 times the ratio is at once. In
+    the demo with a small batch single norms are 7 times their trend, and clipping heals them."""
     saturation_pct: float = Field(1.0, gt=0, le=100)
     """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated. Healthy
     delayed scaling clamps 0.1 % at most, in the first steps."""

@@ -30,7 +30,6 @@ from monitoring.detectors.tensors import (
     Floats,
     Ints,
     TensorRows,
-    in_bf16,
     layers_of,
     table_of,
 )
@@ -89,7 +88,7 @@ class AmaxSaturation(Detector[SaturationState]):
         surge = np.where(np.isnan(octaves), np.inf, octaves) - state.reference
         surge = np.where(np.isnan(surge), 0.0, surge)
         clamped = pct >= self.config.saturation_pct
-        clamped &= state.calibrated & calibrated & ~in_bf16(names, record.high_precision_layers)
+        clamped &= state.calibrated & calibrated & ~table.in_bf16
         moved = clamped | (surge >= MOVED_OCTAVES)
         since = np.where(
             moved, np.where(state.moved_since == _NEVER, record.step, state.moved_since), _NEVER

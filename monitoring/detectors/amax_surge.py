@@ -25,7 +25,6 @@ from monitoring.detectors.tensors import (
     Floats,
     TensorRows,
     are_backward,
-    in_bf16,
     since_when,
     suspects,
     table_of,
@@ -70,12 +69,12 @@ class AmaxSurge(Detector[TensorRows]):
         spread, count, run = np.nan_to_num(spread), np.nan_to_num(count), np.nan_to_num(run)
 
         seen = ~np.isnan(table.octaves)
-        running = seen & ~in_bf16(table.names, record.high_precision_layers)
+        running = seen & ~table.in_bf16
         rise = np.where(np.isnan(level) | ~seen, 0.0, table.octaves - level)
         sigmas = rise / np.maximum(MEAN_TO_SIGMA * spread, LEAST_SPREAD)
         known = running & (count >= config.window)
         moved = known & (rise >= MOVED_OCTAVES) & (sigmas >= config.amax_sigmas)
-        surging = moved & (rise >= config.amax_surge_octaves) & ~are_backward(table.names)
+        surging = moved & (rise >= config.amax_surge_octaves) & ~table.backward
         # A tensor in BF16 or without an amax keeps nothing of a stretch before it.
         since = since_when(moved, since, record.step)
         run = np.where(surging, run + 1, 0)

@@ -24,7 +24,7 @@ import numpy as np
 
 from monitoring.amax import FORMAT_MAX, split_name
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.tensors import Bools, Floats, TensorRows, in_bf16, suspects, table_of
+from monitoring.detectors.tensors import Bools, Floats, TensorRows, suspects, table_of
 from monitoring.records import Incident, StepRecord
 
 LEAST_OCTAVES = 0.05
@@ -79,7 +79,7 @@ class FrozenScale(Detector[ScaleState]):
         np.log2(table.scale, out=scale, where=np.isfinite(table.scale) & (table.scale > 0.0))
         # As they are kept: a scale is the same when its float32 is.
         scale = scale.astype(np.float32).astype(np.float64)
-        running = ~in_bf16(table.names, record.high_precision_layers) & table.calibrated
+        running = ~table.in_bf16 & table.calibrated
 
         full = _allowed(table.names, self.scaling.fp8_format) - self.scaling.margin
         next_step = state.step is not None and record.step == state.step + 1

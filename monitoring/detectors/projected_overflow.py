@@ -27,8 +27,6 @@ from monitoring.detectors.tensors import (
     Bools,
     Floats,
     TensorRows,
-    are_backward,
-    in_bf16,
     suspects,
     table_of,
 )
@@ -92,7 +90,7 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         values[RING:-1] = old[RING + 1 :]
         values[-1] = np.round(np.clip(table.octaves, -127.0, 127.0) * GRAINS) / GRAINS
         ring = values[RING:]
-        running = ~in_bf16(table.names, record.high_precision_layers)
+        running = ~table.in_bf16
 
         slope, explained = _line(steps, ring)
         rise = slope * (steps[-1] - steps[0])
@@ -105,7 +103,7 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         values[COUNT] = np.where(usual, np.minimum(count + 1, config.window), count)
 
         risen = np.fmax(table.octaves - level, 0.0)
-        hits = growing & running & (count >= config.window) & ~are_backward(table.names)
+        hits = growing & running & (count >= config.window) & ~table.backward
         hits &= (rise >= config.overflow_rise) & (risen >= config.overflow_rise)
         left = np.full(len(hits), np.inf)
         np.divide(np.fmax(config.overflow_octaves - risen, 0.0), slope, out=left, where=hits)

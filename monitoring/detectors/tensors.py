@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from monitoring.amax import split_name
-from monitoring.records import StepRecord, Suspect, TensorStats
+from monitoring.records import StepRecord, Suspect
 
 MOST_SUSPECTS = 8
 """Suspects named in an incident at most."""
@@ -46,16 +46,20 @@ class TensorTable:
     """The scale was made from data."""
     octaves: Floats
     """log2(amax); NaN where the amax is 0 or not finite."""
+    backward: Bools
+    """Gradients: they follow what the forward operands and the loss do."""
+    in_bf16: Bools
+    """The layer computed in BF16."""
 
 
-_newest: tuple[Mapping[str, TensorStats], TensorTable] | None = None
+_newest: tuple[StepRecord, TensorTable] | None = None
 
 
 def table_of(record: StepRecord) -> TensorTable:
     """The record's statistics; of a record without any, an empty table."""
     global _newest
     cached = _newest
-    if cached is not None and cached[0] is record.tensors:
+    if cached is not None and cached[0] is record:
         return cached[1]
     stats = list(record.tensors.values())
     size = len(stats)
@@ -66,8 +70,21 @@ def table_of(record: StepRecord) -> TensorTable:
     octaves = np.full(size, np.nan)
     np.log2(amax, out=octaves, where=known)
     names = tuple(record.tensors)
-    table = TensorTable(names, amax, scale, saturated, underflow, calibrated > 0.0, octaves)
-    _newest = (record.tensors, table)
+    if cached is not None and cached[1].names == names:
+        # The same names are the same tuple, which is told without looking into it.
+        names = cached[1].names
+    table = TensorTable(
+        names=names,
+        amax=amax,
+        scale=scale,
+        saturated_pct=saturated,
+        underflow_pct=underflow,
+        calibrated=calibrated > 0.0,
+        octaves=octaves,
+        backward=are_backward(names),
+        in_bf16=in_bf16(names, record.high_precision_layers),
+    )
+    _newest = (record, table)
     return table
 
 
@@ -115,7 +132,7 @@ class TensorRows:
 
         So it is after a restart on other ranks: the order of the names is another one.
         """
-        if names == self.names:
+        if names is self.names or names == self.names:
             return self
         known = {name: i for i, name in enumerate(self.names)}
         old = np.array([known.get(name, -1) for name in names], dtype=np.int64)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.tensors import TensorRows, in_bf16, since_when, suspects, table_of
+from monitoring.detectors.tensors import TensorRows, since_when, suspects, table_of
 from monitoring.records import Incident, StepRecord
 
 FIELDS = ("usual", "count", "run", "since")
@@ -46,7 +46,7 @@ class Underflow(Detector[TensorRows]):
         usual, count, run, since = (rows := state.named(table.names)).fields()
         count, run = np.nan_to_num(count), np.nan_to_num(run)
         measured = np.isfinite(table.underflow_pct) & ~np.isnan(table.octaves)
-        measured &= ~in_bf16(table.names, record.high_precision_layers)
+        measured &= ~table.in_bf16
         measured &= table.calibrated
 
         more = np.where(measured, table.underflow_pct - np.nan_to_num(usual), 0.0)

@@ -47,7 +47,14 @@ class TestStaysSilentWhen:
         records[70] = with_norm(records[70], 3.9)
         assert not incidents_of(records)
         records[70] = with_norm(records[70], 4.1 / 3.9)
-        assert [i.step for i in incidents_of(records)] == [70]
+        records[71] = with_norm(records[71], 4.1)
+        assert [(i.step, i.onset_step) for i in incidents_of(records)] == [(71, 70)]
+
+    def test_a_single_leap_is_clipped_and_heals(self):
+        records = [dataclasses.replace(r, grad_norm=1.0) for r in healthy_trace(120)]
+        for step in range(70, 120, 2):
+            records[step] = with_norm(records[step], 9.0)
+        assert not incidents_of(records)
 
     def test_it_falls_to_a_hundredth_or_to_zero_or_is_not_finite(self):
         records = healthy_trace(120)
