@@ -2,8 +2,8 @@
 
 **So far these kernels have run in Triton's interpreter alone, which executes them on CPU with
 NumPy, and never on a GPU**: no machine with one was at hand when they were written. What the
-interpreter shows is that their bytes are those of the plain path; that they compile for a GPU,
-agree there and are faster is for ``tests/gpu/test_exchange_casts.py``.
+interpreter shows is that their bytes are those of the plain path; they also compile for
+capability 9.0. That they agree on a GPU and are faster is for ``tests/gpu/test_exchange_casts.py``.
 
 A bucket is [ranks, row] bytes, as ``parallel.gradients`` cuts it; a program takes ``GROUP`` blocks
 of one row, and each hop reads its input once and writes its output once::
