@@ -7,7 +7,8 @@ gradient, sum all ranks' shares and round their ``mean``, ``unpack`` what was ga
 take turns in one run, on one thread; times are medians. ``same bits`` compares with the plain way.
 torch.compile is given the plain way's two functions, a share at a time, as the plain way calls
 them; where a share ends inside a block, torch 2.13's makes zeros of some of that block's values on
-CPU, which the size of 0.3 M shows. On a machine with CUDA the same is measured there, with Triton in the place of C.
+CPU, which the size of 0.3 M shows. On a machine with CUDA the same is measured there, with Triton
+in the place of C.
 """
 
 from __future__ import annotations
