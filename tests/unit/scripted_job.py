@@ -156,6 +156,8 @@ class Script:
     """(step, layer) that saturates while it computes in FP8."""
     flushed: Callable[[int, str], bool] = lambda step, layer: False
     """(step, layer) whose values are flushed to zero while it computes in FP8."""
+    differs: Callable[[int], bool] = lambda step: False
+    """Step before which rank 1 holds other parameters than rank 0; they are compared at all."""
     disk_full: bool = False
     """No checkpoint can be written."""
     coarse: Callable[[int], bool] = lambda step: False
@@ -352,6 +354,9 @@ class ScriptedRanks:
             high_precision_layers=in_bf16,
             drills=(),
             command=self.commands[-1].number if self.commands else 0,
+            checksums=np.array([7, rank * self.script.differs(self.step)], "<i8").tobytes(),
+            checksum_names=(f"{LAYERS[0]}.weight",),
+            replicas=tuple(range(WORLD)),
         )
 
 

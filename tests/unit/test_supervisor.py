@@ -245,6 +245,19 @@ class TestEarlyTroubles:
         assert "Layers to BF16" in render_report(view)
 
 
+class TestReplicasThatDiffer:
+    def test_are_restarted_from_the_last_step_at_which_they_did_not(self, bench: Make) -> None:
+        job = bench(Script(differs=lambda step: step == 37))
+        job.train(38)
+        job.settled()
+        job.step()
+        (action,) = [a for a in job.controller.actions if a.kind == "restart"]
+        assert (action.to_step, action.in_place, action.incidents[0].ranks) == (36, False, (0, 1))
+        restore = job.ranks.attempts[-1][0].restore
+        assert len(job.ranks.attempts) == 2
+        assert restore is not None and restore.step <= 36
+
+
 class TestExchange:
     def coarse_until(self, step: int) -> Script:
         return Script(coarse=lambda s: 20 <= s < step)
