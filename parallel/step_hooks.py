@@ -104,7 +104,8 @@ class StepHooks:
         self._stage = stage
         self._exchanging = dist.get_world_size(replicas) > 1
         self._norms: list[Tensor] = []
-        self._residuals: list[Tensor] = []
+        self._residuals: list[tuple[Tensor, Tensor]] = []
+        """Live error feedback, and what it was before the step."""
         self._poison = False
         self._calls = 0
 
@@ -170,17 +171,22 @@ class StepHooks:
         scattered = goes_scattered(ranks, widest, numel)
         width = widest if scattered else numel
         rows = owned if scattered else [[part for _, part in parts]]
-        means, residuals, residual = _flat_rows(rows, width), [], None
-        if group.residual is not None:
+        means = _flat_rows(rows, width)
+        if group.residual is None or group.exchange.dtype != "fp8":
+            group.exchange.mean_(means, scattered=scattered)
+        else:
             left = [(i, group.residual[i : i + part.numel()]) for i, part in parts]
-            owned = _by_owner(left, ranks, group.partition)
-            residuals = owned if scattered else [[piece for _, piece in left]]
-            residual = _flat_rows(residuals, width)
-        group.exchange.mean_(means, residual=residual, scattered=scattered)
-        _copy_back(means.split(width)[rank if scattered else 0], rows[rank if scattered else 0])
-        if residual is not None:
-            for row, pieces in zip(residual.split(width), residuals, strict=True):
+            live = (
+                _by_owner(left, ranks, group.partition)
+                if scattered
+                else [[piece for _, piece in left]]
+            )
+            residual = _flat_rows(live, width)
+            group.exchange.mean_(means, residual=residual, scattered=scattered)
+            for row, pieces in zip(residual.split(width), live, strict=True):
                 _copy_back(row, pieces)
+        mine = rank if scattered else 0
+        _copy_back(means.split(width)[mine], rows[mine])
 
     @property
     def scattered(self) -> bool:
@@ -218,7 +224,7 @@ class StepHooks:
         """
         self._scope.finish_step(applied)
         if not applied:
-            for residual, before in zip(self._live_residuals(), self._residuals, strict=True):
+            for residual, before in self._residuals:
                 residual.copy_(before)
         self._residuals = []
 
@@ -236,12 +242,12 @@ class StepHooks:
             counted[0] += torch.stack(unseen).mul_(0.0).sum()
 
     def _keep_residuals(self) -> None:
-        """What error feedback is before this step, for one whose update is left out."""
-        self._residuals = [residual.clone() for residual in self._live_residuals()]
-
-    def _live_residuals(self) -> list[Tensor]:
-        """Error feedback of all groups; none when it is off."""
-        return [group.residual for group in self._groups if group.residual is not None]
+        """Keep error feedback as it is before this step, in case its update is left out."""
+        self._residuals = [
+            (group.residual, group.residual.clone())
+            for group in self._groups
+            if group.residual is not None and group.exchange.dtype == "fp8"
+        ]
 
     def nonfinite_parameters(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient on this rank was not finite, in this step.
