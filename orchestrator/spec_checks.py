@@ -35,6 +35,7 @@ from orchestrator.spec_shapes import (
     check_tensor_slots,
 )
 from parallel.parameter_names import built_in_names
+from parallel.precision.recipes import is_high_precision
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 """The FP8 linears of one transformer layer, by the names of ``parallel.transformer``."""
@@ -264,6 +265,10 @@ def _high_precision(spec: JobSpec) -> Iterator[Finding]:
             remedy = nearest(pattern, names) or "names are as layers.3.mlp.down"
             message = f"matches none of the {len(names)} linears"
             yield Finding((*section, "names", i), message, remedy)
+    nothing_left = all(is_high_precision(name, kept, layers) for name in names)
+    if nothing_left and kept.first + kept.last <= layers and spec.precision == "fp8":
+        message = f"keeps all {len(names)} linears in BF16, so that nothing computes in FP8"
+        yield Finding(section, message, "keep fewer, or set precision: bf16")
 
 
 def _high_precision_parameters(spec: JobSpec) -> Iterator[Finding]:

@@ -241,6 +241,18 @@ def test_nothing_contradicts_a_field_that_is_wrong_itself() -> None:
     assert set(found) == {"training.max_norm", "parallelism.zero_stage", "slots_per_node"}
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [{"first": 2, "last": 2}, {"names": ["layers.*"]}, {"first": 3, "names": ["layers.3.*"]}],
+)
+def test_a_job_in_fp8_that_keeps_every_linear_out_of_it_is_told(kept: dict[str, Any]) -> None:
+    data = spec_with(model__num_layers=4, fp8={"high_precision_layers": kept})
+    found = problems_of(data)
+    assert "keeps all 16 linears in BF16" in found["fp8.high_precision_layers"].message
+    in_bf16 = spec_of(Source("f", {**data, "precision": "bf16"}, {}), check_data=False)
+    assert in_bf16.precision == "bf16"
+
+
 def test_recipe_words_of_other_packages_are_taken_or_refused_with_a_choice() -> None:
     data = spec_with(fp8={"recipe": "tensorwise"})
     assert spec_of(Source("f", data, {}), check_data=False).fp8.recipe == "current"
