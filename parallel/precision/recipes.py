@@ -124,7 +124,9 @@ def is_high_precision(name: str, config: HighPrecisionLayers, num_layers: int) -
     index = rest.partition(".")[0]
     if head != "layers" or not index.isdigit():
         return False
-    return int(index) < config.first or int(index) >= num_layers - config.last
+    from_last = num_layers - int(index)
+    # A model of which nobody counts the layers (``convert``) has names like these too.
+    return int(index) < config.first or (config.last > 0 and from_last <= config.last)
 
 
 def nearest(name: str, names: tuple[str, ...]) -> str:

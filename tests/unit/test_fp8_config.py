@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.spec import JobSpec
-from parallel.config import RECIPE_FIELDS, FP8Config
+from parallel.config import RECIPE_FIELDS, FP8Config, HighPrecisionLayers
 from parallel.fp8_fields_elsewhere import (
     FIELDS_NOT_OFFERED,
     KEY_ALIASES,
@@ -116,6 +116,24 @@ def test_power_of_two_scales_are_blocks_default_and_an_option_of_current():
     assert not power_of_two(recipe="block", use_f32_scales=True)
     assert not power_of_two(recipe="current")
     assert power_of_two(recipe="current", use_power_2_scales=True)
+
+
+@pytest.mark.parametrize("num_layers", [0, 3, 5])
+def test_which_layers_stay_in_bf16_is_counted_from_both_ends_and_from_none_without(num_layers):
+    def kept(**section: object) -> list[int]:
+        config = HighPrecisionLayers.model_validate(section)
+        return [
+            i
+            for i in range(num_layers)
+            if recipes.is_high_precision(f"layers.{i}.mlp.down", config, num_layers)
+        ]
+
+    every = list(range(num_layers))
+    assert kept() == []
+    assert kept(first=1) == every[:1]
+    assert kept(last=2) == every[-2:]
+    assert kept(first=1, last=1) == sorted({*every[:1], *every[-1:]})
+    assert not recipes.is_high_precision("layers.9.mlp.down", HighPrecisionLayers(), num_layers)
 
 
 class TestDimensions:

@@ -263,6 +263,13 @@ def test_inputs_are_rounded_to_bf16_first(recipe, dtype):
     assert torch.equal(model(x), model(x.bfloat16()).to(dtype))
 
 
+def test_linears_named_as_those_of_octavos_own_layers_are_swapped_too():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])})
+    conversion = convert(model, fp8_config("current"))
+    assert conversion.converted == ("layers.0", "layers.1", "layers.2")
+    assert conversion.left == {}
+
+
 def test_patterns_keep_linears_and_one_that_matches_nothing_is_an_error():
     kept = HighPrecisionLayers(names=("blocks.0.*",))
     conversion = convert(Model(), FP8Config(high_precision_layers=kept))
