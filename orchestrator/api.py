@@ -248,6 +248,8 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
     def records(job: str) -> dict[str, Any]:
         row = resolve(store, job)
         return {
+            # Read first: of the steps before it, everything else is told here.
+            "newest_step": store.newest_step(row.id),
             "incidents": [i.to_json() for i in store.incidents(row.id)],
             "actions": [a.to_json() for a in store.actions(row.id)],
             "contexts": [c.to_json() for c in store.contexts(row.id)],

@@ -78,6 +78,7 @@ def replay_json(
         "exact": found.exact,
         "departs": found.departs,
         "assumption": ASSUMPTION if found.departs else None,
+        "goes_on": found.goes_on,
         "not_kept": list(found.not_kept),
         "stretches": [stretch.to_json() for stretch in found.stretches],
         "unanswered_incidents": [incident.to_json() for incident in found.unanswered],
@@ -94,6 +95,8 @@ def replay_lines(
         yield f"  {key}: {_value(old)} → {_value(new)}"
     if policy is not None and not changed:
         yield "  nothing in it differs from the job's own"
+    if found.goes_on:
+        yield "  the job goes on: this is up to its last step but one"
     for reason in found.not_kept:
         yield f"  not exact: {reason}"
     departed = False

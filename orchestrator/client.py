@@ -182,7 +182,7 @@ class Client:
         return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors)
 
     def records(self, job: str) -> dict[str, Any]:
-        """``{incidents, actions, contexts}``."""
+        """``{incidents, actions, contexts, newest_step}``."""
         return self._get(_path(job, "records"))
 
     def logs(

@@ -1,18 +1,21 @@
 """All that is stored of a job and decides what its supervisors did: the input of a replay.
 
 Promises: read whole from the store or over the API, the same either way, and nothing is
-made up: what an older Octavo didn't store is told in ``not_kept``.
+made up: what an older Octavo didn't store is told in ``not_kept``. Of a job that goes on, the
+newest record is left out, for what it led to may still be under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
 from orchestrator.client import Client
+from orchestrator.lifecycle import JobState
 from orchestrator.protocol import StepContext
 from orchestrator.spec import JobSpec
 from orchestrator.store import Store
@@ -45,15 +48,21 @@ class JobTrace:
     incidents: tuple[Incident, ...]
     actions: tuple[Action, ...]
     contexts: tuple[StepContext, ...]
+    goes_on: bool = False
+    """More may have come since; what is there is read up to one moment."""
     not_kept: tuple[str, ...] = ()
     """What an exact replay needs and these records lack."""
 
 
 def trace_of_store(store: Store, row: JobRow) -> JobTrace:
     """A job's records in ``store``."""
+    at_rest = row.state.terminal or row.state is JobState.PAUSED
+    newest = store.newest_step(row.id)
     return _trace(
         row.id,
         row.spec,
+        newest,
+        not at_rest,
         lambda after: store.steps(row.id, after, PAGE),
         _pages(lambda after: store.events(row.id, after, PAGE)),
         store.incidents(row.id),
@@ -69,6 +78,8 @@ def trace_of_client(client: Client, job: str) -> JobTrace:
     return _trace(
         shown["id"],
         JobSpec.model_validate(shown["spec"]),
+        int(records["newest_step"]),
+        not shown["settled"],
         lambda after: client.steps(job, after)["steps"],
         client.follow_events(job, follow=False),
         [Incident.from_json(row) for row in records["incidents"]],
@@ -80,6 +91,8 @@ def trace_of_client(client: Client, job: str) -> JobTrace:
 def _trace(
     job: str,
     spec: JobSpec,
+    newest: int,
+    goes_on: bool,
     steps: Callable[[int], Sequence[Mapping[str, Any]]],
     events: Iterable[Mapping[str, Any]],
     incidents: Sequence[Incident],
@@ -101,14 +114,20 @@ def _trace(
         elif event["kind"] == "attempt_started":
             number = int(detail["attempt"])
             begun[number] = Begun(number, begun[number].new_supervisor, int(detail["step"]))
+
+    def within(row: Mapping[str, Any]) -> bool:
+        # Of what the newest record led to, nobody knows yet while the job goes on.
+        return bool(row["id"] < newest if goes_on else row["id"] <= newest)
+
     return JobTrace(
         job=job,
         spec=spec,
-        steps=(_record(row) for row in _pages(steps)),
+        steps=(_record(row) for row in takewhile(within, _pages(steps))),
         attempts=tuple(begun[number] for number in sorted(begun)),
         incidents=tuple(incidents),
         actions=tuple(actions),
         contexts=tuple(contexts),
+        goes_on=goes_on,
         not_kept=(missing,) if missing else (),
     )
 

@@ -134,6 +134,8 @@ class Replayed:
     stretches: tuple[Stretch, ...]
     unanswered: tuple[Incident, ...]
     """Incidents that are stored and that no stored action answers."""
+    goes_on: bool
+    """``JobTrace.goes_on``."""
     not_kept: tuple[str, ...]
 
     @property
@@ -184,6 +186,7 @@ class _Replay:
         self._records = 0
 
     def run(self) -> Replayed:
+        """Through all attempts, as far as there are records."""
         steps = iter(self._trace.steps)
         record = next(steps, None)
         for begun in self._trace.attempts:
@@ -193,15 +196,29 @@ class _Replay:
                 self._before(record, actions)
                 self._step(record, actions)
                 record = next(steps, None)
-            while actions:
+            while actions and not (record is None and self._is_ahead(actions[0])):
                 self._between(actions.popleft())
         return Replayed(
             job=self._trace.job,
             records=self._records,
             stretches=tuple(s for s in self._stretches if s.first is not None or s.decisions),
             unanswered=self._unanswered(),
+            goes_on=self._trace.goes_on,
             not_kept=self._trace.not_kept,
         )
+
+    def _is_ahead(self, stored: Action) -> bool:
+        """Whether it answers a record that is not among those read: the job goes on."""
+        place = (stored.attempt, stored.timeline, stored.step)
+        given = stored.asked is not None or stored.kind == "exchange_chosen"
+        lost = any(i.kind in LOST_RANK for i in stored.incidents)
+        return self._trace.goes_on and place > self._read and not given and not lost
+
+    @property
+    def _read(self) -> tuple[int, int, int]:
+        """Attempt, timeline and step of the newest record that was read."""
+        newest = self._newest
+        return (newest.attempt, newest.timeline, newest.step) if newest else (0, 0, -1)
 
     # Attempts.
 
@@ -416,7 +433,10 @@ class _Replay:
 
     def _unanswered(self) -> tuple[Incident, ...]:
         answered = {_text(i) for action in self._trace.actions for i in action.incidents}
-        return tuple(i for i in self._trace.incidents if _text(i) not in answered)
+        known = [i for i in self._trace.incidents if _text(i) not in answered]
+        if self._trace.goes_on:
+            known = [i for i in known if (i.attempt, i.timeline, i.step) <= self._read]
+        return tuple(known)
 
     @property
     def _known(self) -> JobFacts:

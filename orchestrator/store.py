@@ -380,6 +380,12 @@ class Store:
             rows = db.execute(page_of(steps, job, after, limit)).mappings()
             return [{"id": row["id"], **json.loads(row["body"])} for row in rows]
 
+    def newest_step(self, job: str) -> int:
+        """The ``id`` of the newest step record; 0 where there is none."""
+        newest = sa.select(sa.func.max(steps.c.id)).where(steps.c.job == job)
+        with self._read() as db:
+            return db.execute(newest).scalar_one() or 0
+
     def incidents(self, job: str) -> list[Incident]:
         """All incidents of a job, oldest first."""
         with self._read() as db:

@@ -79,11 +79,12 @@ class StoredJob(Bench):
         self.ranks.closed = False
         self.take_over(self.store.begin_attempt(JOB, action.reason, self.now))
 
-    def trace(self) -> JobTrace:
-        """All that is stored."""
+    def trace(self, *, goes_on: bool = False) -> JobTrace:
+        """All that is stored; as of a job at rest, or of one that goes on."""
         if self.supervision.phase.value != "over":
             assert self.supervision._journal.flush(10.0)
-        return trace_of_store(self.store, self.store.job(JOB))
+        row = self.store.job(JOB)
+        return trace_of_store(self.store, row if goes_on else replace(row, state=JobState.PAUSED))
 
     def close(self) -> None:
         super().close()

@@ -128,6 +128,21 @@ class TestOwnPolicy:
         assert found.exact, list(replay_lines(found, None, {}))
         assert len([j for j in found.decisions if j.stored]) == len(trace.actions)
 
+    def test_a_job_that_goes_on_is_replayed_up_to_what_is_certainly_decided(
+        self, stored: Make
+    ) -> None:
+        job = stored(Script(spike=lambda step, batch: batch in (30, 47)))
+        job.train(31)
+        while len(job.store.actions(JOB)) < 2:
+            job.train(1)
+        # The newest record's action might as well have been stored a moment later.
+        trace = job.trace(goes_on=True)
+        assert [action.step for action in trace.actions] == [30, 46]
+        for known in (trace.actions, trace.actions[:1]):
+            found = replay(replace(job.trace(goes_on=True), actions=known))
+            assert found.exact and found.goes_on
+            assert [judged.step for judged in found.decisions] == [30]
+
     def test_steps_recorded_twice_belong_to_two_timelines(self, stored: Make) -> None:
         job = stored(Script(spike=lambda step, batch: batch == 47))
         job.train(80)
@@ -185,6 +200,7 @@ class TestOwnPolicy:
         job = stored(Script(spike=lambda step, batch: batch == 47))
         job.train(60)
         own = replay(job.trace())
+        job.store.change(JOB, Cause.ERROR, "over", job.now)
         controller = Controller(
             job.store,
             FakeGroups(4),
@@ -346,6 +362,7 @@ class TestCommand:
         job = stored(Script(spike=lambda step, batch: batch == 47))
         job.train(60)
         job.trace()
+        job.store.change(JOB, Cause.ERROR, "over", job.now)
         home = ("--home", str(tmp_path / "0"))
         code, out, _ = self.octavo(capsys, "scripted", *home)
         assert code == 0
