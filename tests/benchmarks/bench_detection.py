@@ -2,7 +2,8 @@
 
 The same records go to Octavo's detectors and to the published rules of others with their own
 defaults (``published_rules``). A trouble's delay is counted from its onset: 0 is the very
-step. A strike before an onset, or in a healthy trace, is a false alarm. What follows a strike
+step. A strike before an onset, or in a healthy trace, is a false alarm; one that falls on the same
+step without the trouble has not seen it, and counts for nothing. What follows a strike
 is not modelled: records go on, so a rule that strikes on and on is counted each time, while an
 incident of Octavo's holds for ``settle_steps``.
 
@@ -82,9 +83,19 @@ def strikes(rule: Rule, records: Iterable[StepRecord]) -> list[int]:
 def scores(traces: Iterable[Trace]) -> dict[str, dict[str, Score]]:
     """Case → rule → its score."""
     found: dict[str, dict[str, Score]] = defaultdict(lambda: defaultdict(Score))
+    on_twins: dict[tuple[str, int], set[int]] = {}
     for trace in traces:
         for rule in RULES:
-            found[trace.case][rule.name].take(trace, strikes(rule(), trace.records))
+            twin = (rule.name, id(trace.twin))
+            if twin not in on_twins:
+                on_twins[twin] = set(strikes(rule(), trace.twin))
+            by_chance = on_twins[twin]
+            struck = [
+                step
+                for step in strikes(rule(), trace.records)
+                if step < (trace.onset or 0) or step not in by_chance
+            ]
+            found[trace.case][rule.name].take(trace, struck)
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from monitoring.records import StepRecord, TensorStats
+from tests.unit.healthy_runs import HEALTHY_KINDS, healthy_run
 from tests.unit.monitoring_traces import MAXIMUM, healthy_trace, surged
 
 LATE, EARLY = 300, 50
@@ -26,6 +28,7 @@ LATE, EARLY = 300, 50
 AFTER = 100
 """Steps recorded from the onset on; a rule that has not struck by then has missed it."""
 SEEDS = (0, 1, 2)
+HISTORY = 16
 TENSOR = "layers.2.mlp.down/input"
 LAYERS = tuple(
     f"layers.{i}.{part}" for i in range(3) for part in ("attn.out", "mlp.gate_up", "mlp.down")
@@ -43,10 +46,31 @@ class Trace:
     records: Sequence[StepRecord]
     loss_moves: int | None = None
     """First step at which the loss itself shows it, where that is later."""
+    twin: Sequence[StepRecord] = ()
+    """The same records without the trouble: what strikes there too has not seen it."""
 
 
 Touch = Callable[[StepRecord, int], StepRecord]
 """(healthy record, steps since the onset) → what the trouble makes of it."""
+
+
+def under_delayed_scaling(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The records with the scales that delayed scaling makes of their amaxs, as in real runs."""
+    past: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
+    scaled = []
+    for record in records:
+        tensors = {}
+        for name, stats in record.tensors.items():
+            limit = MAXIMUM[name.rsplit("/", 1)[1]]
+            seen = past[name]
+            scale = limit / max(seen) if seen else 1.0
+            over = max(0.0, math.log2(stats.amax * scale / limit))
+            tensors[name] = replace(
+                stats, scale=scale, saturated_pct=min(0.05 * over, 0.5), calibrated=bool(seen)
+            )
+            seen.append(stats.amax)
+        scaled.append(replace(record, tensors=tensors))
+    return scaled
 
 
 def _loss(factor: Callable[[int], float]) -> Touch:
@@ -59,9 +83,9 @@ def _tensor(record: StepRecord, **changes: float) -> StepRecord:
 
 
 def _grown(record: StepRecord, octaves: float, *, follows: bool) -> StepRecord:
-    """One tensor's amax ``octaves`` up; its delayed scale ``follows``, or stays."""
+    """One tensor's amax ``octaves`` up; its delayed scale ``follows``, or is stuck."""
     old: TensorStats = record.tensors[TENSOR]
-    scale = old.scale / 2.0**octaves if follows else old.scale
+    scale = old.scale / 2.0**octaves if follows else STUCK_SCALE
     over = max(0.0, math.log2(old.amax * 2.0**octaves * scale / MAXIMUM["input"]))
     return _tensor(
         record, amax=old.amax * 2.0**octaves, scale=scale, saturated_pct=min(90.0, 12.0 * over)
@@ -74,6 +98,8 @@ def _outlier_growth(record: StepRecord, since: int) -> StepRecord:
     return replace(moved, loss=moved.loss * 1.02 ** max(0, since - LOSS_LAG))
 
 
+STUCK_SCALE = MAXIMUM["input"] / 5.0
+"""Of a healthy tensor's amax, which is 4 to 5."""
 LOSS_LAG = 40
 """Steps that the loss stays behind the amax in gradual growth."""
 
@@ -125,34 +151,41 @@ TROUBLES: dict[str, tuple[Touch, tuple[int, ...]]] = {
 
 def troubled() -> Iterator[Trace]:
     """Every trouble, at its onsets, for every seed."""
+    twins = {
+        (onset, seed): under_delayed_scaling(healthy_trace(onset + AFTER, seed=seed, layers=LAYERS))
+        for onset in (LATE, EARLY)
+        for seed in SEEDS
+    }
     for case, (touch, onsets) in TROUBLES.items():
         for onset in onsets:
             for seed in SEEDS:
-                healthy = healthy_trace(onset + AFTER, seed=seed, layers=LAYERS)
+                healthy = twins[onset, seed]
                 records = [r if r.step < onset else touch(r, r.step - onset) for r in healthy]
                 named = f"{case}, early" if onset == EARLY else case
                 moves = onset + LOSS_LAG if touch is _outlier_growth else None
-                yield Trace(named, onset, records, moves)
+                yield Trace(named, onset, records, moves, healthy)
+
+
+def _steps(steps: int, **kind: Any) -> list[StepRecord]:
+    return under_delayed_scaling(healthy_trace(steps, layers=LAYERS, **kind))
 
 
 def healthy(steps: int) -> Iterator[Trace]:
     """Controls that nothing may strike on, some ``steps`` each."""
-    yield Trace("steady", None, healthy_trace(steps, seed=10, layers=LAYERS))
-    yield Trace(
-        "noisy small batches", None, healthy_trace(steps, seed=11, noise=0.06, layers=LAYERS)
-    )
-    fast = healthy_trace(steps, seed=12, start=11.0, half_life=6.0, layers=LAYERS)
+    yield Trace("steady", None, _steps(steps, seed=10))
+    yield Trace("noisy small batches", None, _steps(steps, seed=11, noise=0.06))
+    fast = _steps(steps, seed=12, start=11.0, half_life=6.0)
     yield Trace("fast fall from a high loss", None, fast)
-    shifting = healthy_trace(steps, seed=13, layers=LAYERS)
+    shifting = _steps(steps, seed=13)
     rng = np.random.default_rng(13)
     levels = np.repeat(rng.uniform(0.88, 1.14, steps // 200 + 1), 200)[:steps]
     shifted = [replace(r, loss=r.loss * f) for r, f in zip(shifting, levels.tolist(), strict=True)]
     yield Trace("domains of the data change", None, shifted)
-    batches = healthy_trace(steps, seed=14, layers=LAYERS)
-    grown = healthy_trace(steps, seed=15, noise=0.05, layers=LAYERS)
+    batches = _steps(steps, seed=14)
+    grown = _steps(steps, seed=15, noise=0.05)
     sizes = [a if (a.step // 300) % 2 == 0 else b for a, b in zip(batches, grown, strict=True)]
     yield Trace("batch size changes", None, sizes)
-    tails = healthy_trace(steps, seed=16, noise=0.0, layers=LAYERS)
+    tails = _steps(steps, seed=16, noise=0.0)
     shocks = np.exp(np.clip(0.02 * rng.standard_t(3, steps), -0.2, 0.2)).tolist()
     norms = np.exp(np.clip(0.2 * rng.standard_t(3, steps), -1.2, 1.2)).tolist()
     heavy = [
@@ -160,6 +193,9 @@ def healthy(steps: int) -> Iterator[Trace]:
         for r, a, b in zip(tails, shocks, norms, strict=True)
     ]
     yield Trace("heavy tails", None, heavy)
+    for kind in HEALTHY_KINDS:
+        told = kind.replace("_", " ")
+        yield Trace(f"as the demo: {told}", None, list(healthy_run(kind, steps, seed=20)))
 
 
 # Real ones.
