@@ -139,6 +139,20 @@ def test_what_a_fused_optimizer_did_is_seen_though_autograd_does_not_count_it(ki
     assert not torch.equal(after, before)
 
 
+def test_torch_compile_runs_a_converted_model_to_the_same_bits():
+    eager, compiled = Model(), Model()
+    scopes = [convert(model, fp8_config("delayed")).scope for model in (eager, compiled)]
+    run = torch.compile(compiled, backend="eager")
+    for _ in range(2):
+        for call, scope in zip((eager, run), scopes, strict=True):
+            call(TOKENS).square().sum().backward()
+            scope.finish_step(applied=True)
+    for one, other in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for name, tensor in scopes[0].state_tensors().items():
+        assert torch.equal(tensor, scopes[1].state_tensors()[name])
+
+
 def test_a_transform_of_torch_func_is_refused_with_what_to_do():
     model = Model()
     convert(model, fp8_config("current"))
