@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def replay_json(
         "assumption": ASSUMPTION if found.departs else None,
         "goes_on": found.goes_on,
         "not_kept": list(found.not_kept),
+        "decided_by": list(found.decided_by),
         "stretches": [stretch.to_json() for stretch in found.stretches],
         "unanswered_incidents": [incident.to_json() for incident in found.unanswered],
     }
@@ -97,6 +99,9 @@ def replay_lines(
         yield "  nothing in it differs from the job's own"
     if found.goes_on:
         yield "  the job goes on: this is up to its last step but one"
+    if found.decided_by:
+        others = ", ".join(found.decided_by)
+        yield f"  decided by Octavo {others}, replayed by {version('octavo')}: rules may differ"
     for reason in found.not_kept:
         yield f"  not exact: {reason}"
     departed = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import takewhile
 from typing import Any
 
@@ -51,6 +52,8 @@ class JobTrace:
     goes_on: bool = False
     """More may have come since; what is there is read up to one moment."""
     not_kept: tuple[str, ...] = ()
+    decided_by: tuple[str, ...] = ()
+    """Other versions of Octavo than this one: their detectors and rungs may have been others."""
     """What an exact replay needs and these records lack."""
 
 
@@ -101,6 +104,7 @@ def _trace(
 ) -> JobTrace:
     begun: dict[int, Begun] = {}
     missing = ""
+    others: set[str] = set()
     for event in events:
         detail = event["detail"]
         if event["kind"] == "attempt":
@@ -110,6 +114,7 @@ def _trace(
                     "these records are of an older Octavo, which did not store the snapshots that "
                     "could be gone back to, nor which supervisor began an attempt"
                 )
+            others.add(str(detail.get("octavo", "of another version")))
             begun[number] = Begun(number, bool(detail.get("new_supervisor", True)), None)
         elif event["kind"] == "attempt_started":
             number = int(detail["attempt"])
@@ -129,6 +134,7 @@ def _trace(
         contexts=tuple(contexts),
         goes_on=goes_on,
         not_kept=(missing,) if missing else (),
+        decided_by=tuple(sorted(others - {version("octavo")})),
     )
 
 

@@ -137,6 +137,8 @@ class Replayed:
     goes_on: bool
     """``JobTrace.goes_on``."""
     not_kept: tuple[str, ...]
+    decided_by: tuple[str, ...]
+    """``JobTrace.decided_by``."""
 
     @property
     def decisions(self) -> tuple[Judged, ...]:
@@ -205,6 +207,7 @@ class _Replay:
             unanswered=self._unanswered(),
             goes_on=self._trace.goes_on,
             not_kept=self._trace.not_kept,
+            decided_by=self._trace.decided_by,
         )
 
     def _is_ahead(self, stored: Action) -> bool:
@@ -445,9 +448,13 @@ class _Replay:
 
 
 def differences(stored: Action, replayed: Action) -> tuple[str, ...]:
-    """Names of the fields that differ, NaN being equal to itself."""
+    """Names of the fields that differ; NaN is equal to itself, and a mapping has no order."""
     old, new = stored.to_json(), replayed.to_json()
-    return tuple(name for name in old if json.dumps(old[name]) != json.dumps(new[name]))
+    return tuple(
+        name
+        for name in old
+        if json.dumps(old[name], sort_keys=True) != json.dumps(new[name], sort_keys=True)
+    )
 
 
 def _answers(action: Action, record: StepRecord) -> bool:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import sqlalchemy as sa
@@ -196,7 +197,11 @@ class Store:
             # Why in full is in the action's event, where a restart has one.
             told = f"attempt {number}: {reason.partition(': ')[0].rstrip('.')}"
             # A new supervisor takes the detectors' state from here, the same one goes on with its.
-            detail = {"attempt": number, "new_supervisor": after is None}
+            detail = {
+                "attempt": number,
+                "new_supervisor": after is None,
+                "octavo": version("octavo"),
+            }
             draft = EventDraft("attempt", time, told, detail)
             add_event(db, job, number, draft)
         return self.resume_state(job)

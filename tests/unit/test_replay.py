@@ -233,6 +233,21 @@ class TestOwnPolicy:
         assert judged.verdict is Verdict.CHANGED
         assert judged.differing == ("skip_batches",)
 
+    def test_layers_in_another_order_are_the_same_and_another_version_is_told(
+        self, stored: Make
+    ) -> None:
+        job = stored(Script(saturated=lambda step, layer: 40 <= step < 42))
+        job.train(60)
+        trace = job.trace()
+        (action,) = (a for a in trace.actions if a.kind == "layer_fallback")
+        assert len(action.precision) == 2
+        turned = replace(action, precision=dict(reversed(action.precision.items())))
+        actions = tuple(turned if a is action else a for a in trace.actions)
+        found = replay(replace(trace, actions=actions, decided_by=("0.0.1",)))
+        assert found.exact
+        lines = list(replay_lines(found, None, {}))
+        assert lines[1].startswith("  decided by Octavo 0.0.1, replayed by ")
+
     def test_an_incident_that_nothing_answers_is_found_out(self, stored: Make) -> None:
         job = stored(Script(spike=lambda step, batch: batch == 47))
         job.train(60)
