@@ -40,9 +40,13 @@ MEAN_TO_SIGMA = 1.2533
 MOST_DEVIATIONS = 3.0
 """Mean deviations that a healthy step counts for at most."""
 
-FIELDS = ("level", "spread", "count", "run", "since")
+ODD_OCTAVES = 0.5
+"""Octaves above its history from which a value stays out of it, if they are half of
+``amax_sigmas`` too: else growth would raise level and spread before it is seen."""
+
+FIELDS = ("level", "spread", "count", "run", "since", "moved")
 """Average octaves; mean absolute deviation; healthy steps seen, up to ``window``; surging steps in
-a row; first step of the present stretch of moving."""
+a row; first step of the present stretch of values that stay out; 1 where it has moved by now."""
 
 
 @register
@@ -65,7 +69,7 @@ class AmaxSurge(Detector[TensorRows]):
             return state, []
         config, table = self.config, table_of(record)
         state = state.named(table.names)
-        level, spread, count, run, since = state.fields()
+        level, spread, count, run, since, _ = state.fields()
         spread, count, run = np.nan_to_num(spread), np.nan_to_num(count), np.nan_to_num(run)
 
         seen = ~np.isnan(table.octaves)
@@ -73,16 +77,17 @@ class AmaxSurge(Detector[TensorRows]):
         rise = np.where(np.isnan(level) | ~seen, 0.0, table.octaves - level)
         sigmas = rise / np.maximum(MEAN_TO_SIGMA * spread, LEAST_SPREAD)
         known = running & (count >= config.window)
-        moved = known & (rise >= MOVED_OCTAVES) & (sigmas >= config.amax_sigmas)
+        odd = known & (rise >= ODD_OCTAVES) & (sigmas >= config.amax_sigmas / 2)
+        moved = odd & (rise >= MOVED_OCTAVES) & (sigmas >= config.amax_sigmas)
         surging = moved & (rise >= config.amax_surge_octaves) & ~table.backward
         # A tensor in BF16 or without an amax keeps nothing of a stretch before it.
-        since = since_when(moved, since, record.step)
+        since = since_when(odd, since, record.step)
         run = np.where(surging, run + 1, 0)
 
         # Who stays where it went for a window has found a new level: its history begins anew.
-        stays = moved & (record.step - since >= config.window)
+        stays = odd & (record.step - since >= config.window)
         count = np.where(stays, 0, count)
-        healthy = seen & (~moved | stays)
+        healthy = seen & (~odd | stays)
         share = np.maximum(1.0 / (count + 1.0), 2.0 / (config.window + 1.0))
         deviation = np.minimum(np.abs(rise), MOST_DEVIATIONS * np.maximum(spread, LEAST_SPREAD))
         risen = np.where(count == 0, table.octaves, level + share * rise)
@@ -91,7 +96,7 @@ class AmaxSurge(Detector[TensorRows]):
         count = np.where(healthy, np.minimum(count + 1, config.window), count)
         since, run = np.where(stays, np.nan, since), np.where(stays, 0, run)
 
-        following = TensorRows.of(table.names, (level, spread, count, run, since))
+        following = TensorRows.of(table.names, (level, spread, count, run, since, moved & ~stays))
         hits = (run >= config.amax_patience) | (surging & (rise >= 2 * config.amax_surge_octaves))
         # A level that has just become its own history is no surge any more, however high.
         hits &= ~stays
@@ -103,8 +108,8 @@ class AmaxSurge(Detector[TensorRows]):
     def moved_before(self, state: TensorRows, step: int) -> tuple[Suspect, ...]:
         if not state.names:
             return ()
-        level, _, _, _, since = state.fields()
-        moved = (since < step) & ~are_backward(state.names)
+        level, _, _, _, since, has_moved = state.fields()
+        moved = (has_moved > 0.0) & (since < step) & ~are_backward(state.names)
         if not moved.any():
             return ()
         return suspects(state.names, moved, since, -since, {"usual_log2_amax": level})

@@ -3,11 +3,11 @@
 Sees: log(loss). Statistics: medians of the newest four stretches of ``divergence_steps`` steps
 (the newest is the fast average, all four the slow one), the noise between them (from the
 differences of neighbouring steps, which no trend is in), and the lowest fast average, which is
-slowly forgotten.
-Fires when the loss rose by ``divergence_rise`` over the four, in each of them, in the newest
-still by more than noise, and more like a line than like a jump; or when the fast average is
-``plateau_rise`` above the best for ``plateau_steps`` steps, then not again before it has left
-that level too. While the learning rate rises (warm-up, another cycle) twice the rise is allowed.
+slowly forgotten. Fires when the loss rose by ``divergence_rise`` over the four, in each of them,
+in the newest still by more than noise, and more like a line than like a jump (half as much again
+over stretches of half the steps); or when the fast average is ``plateau_rise`` above the best for
+``plateau_steps`` steps, then not again before it has left that level too. While the learning
+rate rises (warm-up, another cycle) twice the rise is allowed.
 
 Must not fire on: a harder domain, which jumps and stays or falls; single spikes, which no median
 sees; the noise of small batches, whatever its tails.
@@ -29,6 +29,9 @@ FORGOTTEN_IN = 512
 """Steps in which most of a best that the loss doesn't come back to is forgotten: data that were
 easier for a while are no measure for ever."""
 STRETCHES = 4
+FASTER = 1.5
+"""Times the rise that stretches of half the steps must show: a loss that rises by a percent a
+step is not waited for."""
 EACH_SHARE = 1 / 6
 """Share of the rise that every stretch must have, of the third that even growth has."""
 MOST_NOISE = 6.0
@@ -108,15 +111,18 @@ class SlowDivergence(Detector[SlowState]):
         if above >= self.config.plateau_steps and since is not None:
             incidents.append(self._plateau(record, fast, best, since))
             best, above, since = fast, 0, None
-        if not incidents and len(losses) == STRETCHES * length:
-            rise = _steady_rise(values, length)
-            if rise >= slack * math.log1p(self.config.divergence_rise):
-                incidents.append(self._rising(record, losses, rise, fast))
+        for stretch, times in ((length, 1.0), (length // 2, FASTER)):
+            newest = values[-STRETCHES * stretch :]
+            if incidents or len(newest) < STRETCHES * stretch:
+                continue
+            rise = _steady_rise(newest, stretch)
+            if rise >= times * slack * math.log1p(self.config.divergence_rise):
+                incidents.append(self._rising(record, losses, rise, stretch))
         return SlowState(losses, rates, best, above, since), incidents
 
-    def _rising(self, record: StepRecord, losses: Window, rise: float, fast: float) -> Incident:
-        length = self.config.divergence_steps
-        onset = losses.steps[length]
+    def _rising(self, record: StepRecord, losses: Window, rise: float, length: int) -> Incident:
+        onset = losses.steps[-(STRETCHES - 1) * length]
+        fast = float(np.median(losses.values[-length:]))
         percent = 100 * math.expm1(rise)
         return self._incident(
             record,
