@@ -284,15 +284,13 @@ def out_of_reach() -> dict[str, Any]:
     """A ``detection`` section that lets every finite trouble unfold."""
     from monitoring.config import DetectionConfig
 
-    limits = ("sigmas", "ratio", "rise", "octaves", "patience", "error", "steps")
+    limits = ("sigmas", "ratio", "rise", "octaves", "patience", "error", "scale_steps")
     section: dict[str, Any] = {}
     for name, field in DetectionConfig.model_fields.items():
         if name.endswith("_pct"):
             section[name] = 100.0
-        elif name.endswith(limits) and name not in ("settle_steps", "exchange_error_steps"):
+        elif name.endswith(limits):
             section[name] = 10**9 if field.annotation is int else 1e9
         elif name.endswith("_horizon"):
             section[name] = 1
-        elif name == "replica_check_every":
-            section[name] = 0
     return section
