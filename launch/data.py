@@ -27,6 +27,8 @@ STDLIB = "python-stdlib"
 # What differs between installations of one Python release, or isn't the standard library.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MASK64 = (1 << 64) - 1
+MOST_SKIPPED = 20_000
+"""Batches that a skip ledger may hold: each snapshot carries it."""
 
 
 class DataError(ValueError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from launch.data import batch_of
+from launch.data import MOST_SKIPPED, batch_of
 from orchestrator.actions import Action, ActionKind, Asked, History
 from orchestrator.evidence import fp8_now, kept_by_hand, spans
 from orchestrator.lifecycle import JobState
@@ -128,6 +128,10 @@ def _rollback(control: Control, history: History, grounds: Grounds) -> Action | 
         return Refused(no_such_step(step, in_memory, grounds.points))
     first = batch_of(step, frozenset(history.ledger))
     ledger = frozenset({*history.ledger, *control.skip_batches})
+    if len(ledger) > MOST_SKIPPED:
+        return Refused(
+            f"the skip ledger would hold {len(ledger):,} batches, and {MOST_SKIPPED:,} is the most"
+        )
     used = [b for b in control.skip_batches if b < first and b not in history.ledger]
     if used:
         return Refused(

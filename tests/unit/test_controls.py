@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.commands import Rollback, SetExchange, SetPrecision, Stop
-from launch.data import batch_of
+from launch.data import MOST_SKIPPED, batch_of
 from orchestrator.actions import Action, Asked
 from orchestrator.config import RecoveryConfig
 from orchestrator.controls import (
@@ -95,6 +95,11 @@ class TestRollback:
         # 100 steps with 10 and 45 left out end with batch 101.
         assert done(rollback(40, 101), hist).skip_batches == (101,)
         assert "will never be used: the last step's is 101" in why(rollback(40, 102), hist)
+
+    def test_more_batches_than_a_snapshot_can_name_are_refused(self) -> None:
+        ledger = tuple(range(100, 100 + MOST_SKIPPED))
+        assert "is the most" in why(rollback(40, 50), history(ledger=ledger))
+        assert done(rollback(40, 50), history(ledger=ledger[1:])).skip_batches == (50,)
 
     @given(
         st.sets(st.integers(0, 120), max_size=8),

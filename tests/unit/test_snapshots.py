@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from launch.data import MOST_SKIPPED
 from launch.keeper import Keeper
 from launch.random_state import RandomState
 from launch.snapshot_ring import SnapshotRing
@@ -134,10 +135,15 @@ class TestBlock:
                 load_into(live, other)
             assert not any(t.any() for t in live.values())
 
+    def test_the_longest_skip_ledger_has_room_and_layers_that_wait_beside_it(self) -> None:
+        ledger = range(10**17, 10**17 + MOST_SKIPPED)
+        waiting = {f"layers.{i}.mlp.gate_up": [i, False, True] for i in range(2_000)}
+        StateLayout(state()).header({"ledger": list(ledger), "waiting": waiting})
+
     def test_a_description_that_outgrew_its_room_is_an_error(self) -> None:
         layout = StateLayout(state())
         with pytest.raises(ValueError, match="bytes"):
-            layout.header({"ledger": list(range(100_000))})
+            layout.header({"ledger": list(range(200_000))})
 
 
 class TestRing:
