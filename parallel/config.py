@@ -272,8 +272,10 @@ class GradientExchangeConfig(_Section):
     block: int = Field(128, ge=16, le=4096)
     """Elements that share one power-of-two scale."""
     format: Literal["e4m3", "e5m2"] = "e4m3"
-    bucket: int = Field(131_072, ge=1)
-    """Elements for each replica that are quantized at once, while those before them travel."""
+    bucket: int = Field(524_288, ge=1)
+    """Elements for each replica that are quantized at once, while those before them travel.
+    Smaller ones overlap more, and cost the network's latency more often: of 128 Ki to 2 Mi these
+    took least time over gloo, with 2 and 4 hosts, at 1 Gbit and without a limit."""
     min_size: int = Field(16_384, ge=0)
     """Elements below which a gradient is exchanged in BF16. A gradient is all matrices of a
     stage together (or what DeepSpeed puts into one bucket of them), not one parameter."""

@@ -223,7 +223,7 @@ class GradientExchange:
         else:
             dtype = torch.float32 if self._dtype == "fp32" else torch.bfloat16
             self._bytes += dtype.itemsize * others
-            step = self._bucket_share()
+            step = self._bucket_share(mine.numel())
             for start in range(0, mine.numel(), step):
                 # All-to-all and not reduce-scatter, which sums in the dtype that travels.
                 wire = parts[:, start : start + step].to(dtype).contiguous()
@@ -291,7 +291,7 @@ class GradientExchange:
         """Made once for a size of gradient and a way to go."""
         key = numel, scattered
         if key not in self._buckets:
-            step = self._bucket_share() * (1 if scattered else self._ranks)
+            step = self._bucket_share(numel // self._ranks) * (1 if scattered else self._ranks)
             end = numel // self._ranks if scattered else numel
             self._buckets[key] = tuple(
                 self._bucket(start, min(step, end - start), scattered)
@@ -299,9 +299,15 @@ class GradientExchange:
             )
         return self._buckets[key]
 
-    def _bucket_share(self) -> int:
-        """Elements of a bucket for each rank; whole blocks, so that buckets cut none."""
-        return max(1, self.config.bucket // self.config.block) * self.config.block
+    def _bucket_share(self, part: int) -> int:
+        """Elements of a bucket for each rank, out of ``part``; whole blocks, so that it cuts none.
+
+        What would be a single bucket is halved, so that something overlaps, unless the halves
+        were less than half a bucket.
+        """
+        largest = self.config.bucket
+        share = min(largest, max(part // 2, largest // 2))
+        return max(1, -(-share // self.config.block)) * self.config.block
 
     def _bucket(self, start: int, numel: int, scattered: bool) -> _Bucket:
         block = self.config.block
