@@ -25,6 +25,7 @@ from monitoring.detectors.tensors import (
     Floats,
     TensorRows,
     are_backward,
+    or_zero,
     since_when,
     suspects,
     table_of,
@@ -70,7 +71,7 @@ class AmaxSurge(Detector[TensorRows]):
         config, table = self.config, table_of(record)
         state = state.named(table.names)
         level, spread, count, run, since, _ = state.fields()
-        spread, count, run = np.nan_to_num(spread), np.nan_to_num(count), np.nan_to_num(run)
+        spread, count, run = or_zero(spread), or_zero(count), or_zero(run)
 
         seen = ~np.isnan(table.octaves)
         running = seen & ~table.in_bf16

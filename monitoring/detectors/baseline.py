@@ -81,9 +81,9 @@ def falling_trend(window: Window, step: int, length: int, reach: int) -> float:
     if len(y) < 2:
         return float(y[-1])
     late, early = _pairs(len(y))
-    slope = min(0.0, float(np.median((y[late] - y[early]) / (x[late] - x[early]))))
+    slope = min(0.0, median(((y[late] - y[early]) / (x[late] - x[early])).tolist()))
     at = min(float(step), float(x[-1]) + reach)
-    return float(np.median(y + slope * (at - x)))
+    return median((y + slope * (at - x)).tolist())
 
 
 TREND_STEPS = 16

@@ -24,7 +24,7 @@ import numpy as np
 
 from monitoring.amax import FORMAT_MAX, split_name
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.tensors import Bools, Floats, TensorRows, suspects, table_of
+from monitoring.detectors.tensors import Bools, Floats, TensorRows, or_zero, suspects, table_of
 from monitoring.records import Incident, StepRecord
 
 LEAST_OCTAVES = 0.05
@@ -74,7 +74,7 @@ class FrozenScale(Detector[ScaleState]):
         table, history = table_of(record), self.scaling.history
         rows = state.rows.named(table.names)
         last, seen, unheeded, since, changed, largest, before, told = rows.fields()
-        unheeded = np.nan_to_num(unheeded)
+        unheeded = or_zero(unheeded)
         scale = np.full(len(table.names), np.nan)
         np.log2(table.scale, out=scale, where=np.isfinite(table.scale) & (table.scale > 0.0))
         # As they are kept: a scale is the same when its float32 is.
@@ -130,7 +130,7 @@ class FrozenScale(Detector[ScaleState]):
         begin = np.where(frozen, since, changed)
         evidence = {"scale": table.scale, "amax": table.amax, "octaves_over": over}
         found = suspects(table.names, hits, begin, np.abs(over), evidence)
-        worst = int(np.argmax(np.where(hits, np.abs(np.nan_to_num(over)), -np.inf)))
+        worst = int(np.argmax(np.where(hits, np.abs(or_zero(over)), -np.inf)))
         what = (
             f"has not followed {self.config.frozen_scale_steps} amaxs that it is too large for"
             if frozen[worst]

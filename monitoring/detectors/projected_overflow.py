@@ -27,6 +27,7 @@ from monitoring.detectors.tensors import (
     Bools,
     Floats,
     TensorRows,
+    or_zero,
     suspects,
     table_of,
 )
@@ -94,7 +95,7 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
 
         slope, explained = _line(steps, ring)
         rise = slope * (steps[-1] - steps[0])
-        level, count = old[LEVEL].astype(np.float64), np.nan_to_num(old[COUNT].astype(np.float64))
+        level, count = old[LEVEL].astype(np.float64), or_zero(old[COUNT].astype(np.float64))
         growing = (explained >= LEAST_EXPLAINED) & (rise >= GROWING_OCTAVES)
         share = np.maximum(1.0 / (count + 1.0), 2.0 / (config.window + 1.0))
         usual = ~np.isnan(table.octaves) & ~(growing & (count >= config.window))

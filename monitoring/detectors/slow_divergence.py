@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.baseline import MAD_TO_SIGMA, NO_VALUES, Window
+from monitoring.detectors.baseline import MAD_TO_SIGMA, NO_VALUES, Window, median
 from monitoring.records import Incident, StepRecord
 
 FORGOTTEN_IN = 512
@@ -96,7 +96,7 @@ class SlowDivergence(Detector[SlowState]):
         if len(losses) < length:
             return SlowState(losses, rates, state.best), []
         values = np.asarray(losses.values)
-        fast = float(np.median(values[-length:]))
+        fast = median(losses.values[-length:])
         best = fast if state.best is None else state.best
         best = min(best + (fast - best) / FORGOTTEN_IN, fast)
         slack = 2.0 if rates[-1] > RISING_LR * rates[0] else 1.0
@@ -122,7 +122,7 @@ class SlowDivergence(Detector[SlowState]):
 
     def _rising(self, record: StepRecord, losses: Window, rise: float, length: int) -> Incident:
         onset = losses.steps[-(STRETCHES - 1) * length]
-        fast = float(np.median(losses.values[-length:]))
+        fast = median(losses.values[-length:])
         percent = 100 * math.expm1(rise)
         return self._incident(
             record,
@@ -164,15 +164,15 @@ class SlowDivergence(Detector[SlowState]):
 
 def _steady_rise(values: np.typing.NDArray[np.float64], length: int) -> float:
     """Rise of log(loss) over the four stretches where it rose in each; else 0."""
-    medians = np.median(values.reshape(STRETCHES, length), axis=1)
+    medians = [median(stretch) for stretch in values.reshape(STRETCHES, length).tolist()]
     steps = np.diff(medians)
-    rise = float(medians[-1] - medians[0])
+    rise = medians[-1] - medians[0]
     if rise <= 0.0 or steps.min() < EACH_SHARE * rise:
         return 0.0
     if _left_by_a_line(values) >= _left_by_a_jump(values):
         return 0.0
     differences = np.diff(values)
-    spread = MAD_TO_SIGMA * float(np.median(np.abs(differences - np.median(differences))))
+    spread = MAD_TO_SIGMA * median(np.abs(differences - median(differences.tolist())).tolist())
     # Of a difference of neighbours the variance is twice a step's; so it is of two medians.
     noise = MEDIAN_TO_MEAN * spread / math.sqrt(length)
     return rise if rise >= MOST_NOISE * noise and steps[-1] >= NEWEST_NOISE * noise else 0.0

