@@ -7,6 +7,7 @@ with each process. Names are stable; a dashboard may rely on them.
 from __future__ import annotations
 
 from monitoring.amax import headroom_octaves, worst_by_headroom
+from monitoring.exchange import exchange_numbers
 from monitoring.records import StepRecord
 from monitoring.summary import Tally
 
@@ -18,13 +19,8 @@ TOKENS_PER_SEC = "train/tokens_per_sec"
 STEP_TIME_S = "train/step_time_s"
 SKIPPED = "train/skipped"
 
-COMM_BYTES = "comm/bytes"
-COMM_RATIO = "comm/compression_ratio"
-COMM_ERROR = "comm/relative_error"
-COMM_BITS = "comm/wire_bits"
-"""Bits an element that gradients cross the network in: 8, 16 after a fallback, or 32."""
-COMM_SECONDS = ("quantize_s", "wire_s", "dequantize_s")
-"""Where an exchange's time went, as ``comm/{name}``; mean over the ranks."""
+COMM = "comm/"
+"""Before the names of ``monitoring.exchange``, as ``comm/bytes``."""
 
 WORST_HEADROOM = "fp8/worst/headroom_octaves"
 WORST_SATURATED = "fp8/worst/overflows_pct"
@@ -67,15 +63,7 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
     }
     if record.step_time_s > 0:
         values[TOKENS_PER_SEC] = record.tokens / record.step_time_s
-    sent = record.comm.get("bytes", 0.0)
-    if sent > 0:
-        values[COMM_BYTES] = sent
-        values[COMM_RATIO] = record.comm.get("uncompressed_bytes", sent) / sent
-        values[COMM_ERROR] = record.comm.get("relative_error", 0.0)
-        if "wire_bits" in record.comm:
-            values[COMM_BITS] = record.comm["wire_bits"]
-        parts = [name for name in COMM_SECONDS if name in record.comm]
-        values |= {f"comm/{name}": record.comm[name] for name in parts}
+    values |= {f"{COMM}{name}": number for name, number in exchange_numbers(record.comm).items()}
     values.update(_tensor_metrics(record, worst, fp8_format))
     return values
 

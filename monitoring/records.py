@@ -134,8 +134,9 @@ class StepRecord:
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose local gradient was not finite, before any exchange."""
     comm: Mapping[str, float] = field(default_factory=dict)
-    """``bytes``, ``uncompressed_bytes``, ``relative_error`` of the gradient exchange, a rank;
-    ``wire_bits`` an element of the matrices' gradients, ``EXCHANGE_BITS`` of its dtype."""
+    """``bytes``, ``uncompressed_bytes`` of the gradient exchange and its seconds, the mean rank's;
+    ``relative_error``, the worst rank's: what one pipeline stage loses is not made up for by
+    others; ``wire_bits`` an element of the matrices' gradients, ``EXCHANGE_BITS`` of its dtype."""
     tensors: Mapping[str, TensorStats] = field(default_factory=dict)
     """Statistics by ``"{layer}/{role}"``, as ``layers.3.mlp.down/input``."""
     high_precision_layers: tuple[str, ...] = ()

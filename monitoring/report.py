@@ -276,6 +276,7 @@ def _words(name: str) -> str:
 def _summary(summary: Row) -> str:
     plain = {k: v for k, v in summary.items() if not isinstance(v, (list, dict))}
     plain["high_precision_layers"] = ", ".join(summary["high_precision_layers"]) or "none"
+    plain |= {f"exchange {name}, a step": number for name, number in summary["comm"].items()}
     rows = "".join(
         f'<tr><th>{escape(_words(k))}</th><td class="num-cell">'
         f"{escape('–' if v is None else f'{v:.6g}' if isinstance(v, float) else str(v))}</td></tr>"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitoring.detectors.baseline import median
+from monitoring.exchange import mean_numbers
 from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
 from monitoring.records import EXCHANGE_BITS, StepRecord, encode_float
 
@@ -134,6 +135,10 @@ def summarize(view: JobView) -> dict[str, Any]:
         "restarts": max(totals.restarts, attempts - 1),
         "high_precision_layers": list(totals.high_precision_layers),
         "gradient_exchange": _exchange(kept),
+        # Of a step, on average.
+        "comm": {
+            name: _json(number) for name, number in mean_numbers([r.comm for r in kept]).items()
+        },
         **_checkpoints(view),
     }
 

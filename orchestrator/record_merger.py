@@ -63,8 +63,8 @@ def merge_reports(reports: Sequence[RankReport]) -> StepRecord:
     """One record of all ranks' reports of one step, in order of ranks.
 
     Loss and gradient norm are global already; the last rank's are taken, because it is on
-    the last pipeline stage, where the loss is made. Times are the slowest rank's,
-    exchanged bytes and errors the mean a rank.
+    the last pipeline stage, where the loss is made. A step's time and its exchange's rounding
+    error are the worst rank's, the rest of the exchange the mean a rank.
     """
     first, last = reports[0], reports[-1]
     batches = {report.batch for report in reports}
@@ -85,7 +85,7 @@ def merge_reports(reports: Sequence[RankReport]) -> StepRecord:
         skipped=any(report.skipped for report in reports),
         nonfinite_ranks=tuple(report.rank for report in nonfinite),
         nonfinite_parameters=_union(r.nonfinite_parameters for r in nonfinite)[:MOST_PARAMETERS],
-        comm=_means([report.comm for report in reports]),
+        comm=_exchanged([report.comm for report in reports]),
         tensors=merge((report.stats_names, report.stats) for report in reports),
         high_precision_layers=_union(report.high_precision_layers for report in reports),
         drills=tuple(sorted({drill for report in reports for drill in report.drills})),
@@ -101,8 +101,11 @@ def _union(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for some in names for name in some))
 
 
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over the ranks that measured it, by name."""
+def _exchanged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """``StepRecord.comm`` of the ranks that measured it."""
     keys = _union(tuple(row) for row in rows)
     values = {key: [row[key] for row in rows if key in row] for key in keys}
-    return {key: sum(found) / len(found) for key, found in values.items()}
+    return {
+        key: max(found) if key == "relative_error" else sum(found) / len(found)
+        for key, found in values.items()
+    }

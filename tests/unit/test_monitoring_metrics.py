@@ -20,6 +20,7 @@ def test_an_exchange_tells_its_bytes_ratio_error_and_where_its_time_went() -> No
         "comm/relative_error": 0.02,
         "comm/wire_s": 0.25,
         "comm/wire_bits": 16.0,
+        "comm/busbw_gbps": 0.032,
     }
 
 

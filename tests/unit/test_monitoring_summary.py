@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from monitoring.episodes import bf16_stretches, episodes
 from monitoring.job_view import JobView, split_timelines
+from monitoring.report import render_report
 from monitoring.summary import Tally, summarize
 from tests.unit.monitoring_traces import FALLEN, healthy_trace, recovered_view
 
@@ -77,6 +78,28 @@ class TestSummary:
         kept, _ = split_timelines(VIEW.steps)
         below = sum(r.step_time_s < summarize(VIEW)["step_time_s"] for r in kept)
         assert below == 120
+
+    def test_tells_what_the_gradient_exchange_came_to_a_step(self):
+        comm = {"bytes": 1e6, "uncompressed_bytes": 2e6, "quantize_s": 0.1, "wire_s": 0.3}
+        again = {"bytes": 2e6, "uncompressed_bytes": 2e6, "relative_error": 0.02}
+        steps = [
+            dataclasses.replace(record, comm=of)
+            for record, of in zip(healthy_trace(3), (comm, again, {}), strict=True)
+        ]
+        view = dataclasses.replace(VIEW, steps=tuple(steps))
+        assert summarize(view)["comm"] == pytest.approx(
+            {
+                "bytes": 1.5e6,
+                "compression_ratio": 1.5,
+                "relative_error": 0.01,
+                "quantize_s": 0.1,
+                "wire_s": 0.3,
+                "busbw_gbps": 0.02,
+            }
+        )
+        assert "exchange compression ratio, a step" in render_report(view)
+        alone = dataclasses.replace(view, steps=tuple(steps[2:]))
+        assert summarize(alone)["comm"] == {}
 
     def test_is_strict_json_for_any_state_of_the_job(self):
         empty = JobView("a-000000", "queued", {})
