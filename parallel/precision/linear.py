@@ -189,6 +189,9 @@ class Float8Linear(nn.Linear):
 
         ``undo``: powers of two [in_features] that the quantized input is multiplied by in the
         product, and the unquantized one in BF16 (Smooth SwiGLU's ``s^-1``).
+
+        Raises ValueError for an input of other features, and for input or weight on another
+        device than the scales; TypeError for an input that is no FP16, BF16 or wider.
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
@@ -197,12 +200,31 @@ class Float8Linear(nn.Linear):
             )
         if self.operands is None:
             self.operands = self._bind(self.name)
+        self._refuse_unfit(input, self.operands["input"].row.scale.device)
         self.has_run = True
         if self.training:
             self._observation.note_forward(self.name)
         if self.shard is None:
             return self._own(input, undo)
         return self.shard.run(lambda x: self._own(x, undo), input)
+
+    def _refuse_unfit(self, input: Tensor, device: torch.device) -> None:
+        """What ``nn.Linear`` would refuse, and the casts would take for something else.
+
+        Scales stay on the ``device`` that they were made on, and C on CPU is given addresses.
+        """
+        where = f"FP8 linear {self.name!r}"
+        if not input.is_floating_point() or input.itemsize == 1:
+            raise TypeError(f"{where}: the input is {input.dtype}; give it BF16, FP16 or FP32")
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            shape = list(input.shape)
+            raise ValueError(f"{where} takes [..., {self.in_features}], the input is {shape}")
+        for what, found in (("input", input.device), ("weight", self.weight.device)):
+            if found.type != device.type:
+                raise ValueError(
+                    f"{where}: the {what} is on {found} and its scales are on {device}; move the "
+                    "model before its linears are converted, and the input to where it is"
+                )
 
     def _own(self, input: Tensor, undo: Tensor | None) -> Tensor:
         """The product of this rank's shard alone."""

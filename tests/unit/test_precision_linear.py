@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel.config import Precision
 from parallel.precision.linear import Float8Linear
 from parallel.precision.scope import PrecisionScope
 from tests.unit.precision_recipes import (
@@ -227,3 +228,39 @@ def test_its_repr_shows_the_present_precision_of_each_operand():
     scope.set_precision({NAME: "bf16"})
     assert "bf16" in repr(layer)
     assert "E5M2" not in repr(layer)
+
+
+@both_ways
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+class TestAnInputThatDoesNotFit:
+    """Casts in C get addresses and lengths: of what isn't theirs they would read what is there."""
+
+    def linear(self, compiled: bool, precision: Precision) -> Float8Linear:
+        scope, layer = make(compiled)
+        scope.set_precision({NAME: precision})
+        return layer
+
+    @pytest.mark.parametrize("shape", [(TOKENS, INPUTS - 1), (0, INPUTS - 1), (INPUTS, TOKENS), ()])
+    def test_of_other_features_is_refused(self, compiled, precision, shape):
+        layer = self.linear(compiled, precision)
+        with pytest.raises(ValueError, match=rf"{NAME}.* takes \[\.\.\., {INPUTS}\]"):
+            layer(torch.zeros(shape, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.cfloat, torch.float8_e4m3fn])
+    def test_of_another_kind_of_numbers_is_refused(self, compiled, precision, dtype):
+        layer = self.linear(compiled, precision)
+        with pytest.raises(TypeError, match=f"{dtype}; give it BF16"):
+            layer(torch.ones(TOKENS, INPUTS).to(dtype))
+
+    def test_on_another_device_is_refused(self, compiled, precision):
+        layer = self.linear(compiled, precision)
+        with pytest.raises(ValueError, match="the input is on meta and its scales are on cpu"):
+            layer(torch.ones(TOKENS, INPUTS, device="meta", dtype=torch.bfloat16))
+
+    def test_or_weights_that_moved_away_from_their_scales(self, compiled, precision):
+        layer = self.linear(compiled, precision)
+        run(layer)
+        layer.to("meta")
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match="on meta and its scales are on cpu; move the"):
+                layer(torch.ones(TOKENS, INPUTS, device=device, dtype=torch.bfloat16))
