@@ -128,9 +128,10 @@ def shown_value(path: KeyPath, value: object) -> str:
 
 
 def nearest(word: object, choices: Iterable[str]) -> str:
-    """``did you mean 'x'?``, or an empty string when nothing is near."""
-    near = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=_NEAREST_CUTOFF)
-    return f"did you mean {near[0]!r}?" if near else ""
+    """``did you mean 'x'?``, or an empty string when nothing is near, in whatever case."""
+    folded = {choice.casefold(): choice for choice in choices}
+    near = difflib.get_close_matches(str(word).casefold(), folded, n=1, cutoff=_NEAREST_CUTOFF)
+    return f"did you mean {folded[near[0]]!r}?" if near else ""
 
 
 def read_text(path: Path) -> str:
