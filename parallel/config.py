@@ -133,8 +133,9 @@ class FP8Config(_Section):
     E4M3 for block and mxfp8."""
     margin: int | None = Field(None, ge=0, le=16, validate_default=True)
     """Octaves of headroom below the format's maximum (delayed: 0)."""
-    amax_history_len: int | None = Field(None, ge=1, validate_default=True)
-    """Updates an amax counts for (delayed: 1024)."""
+    amax_history_len: int | None = Field(None, ge=1, le=65_536, validate_default=True)
+    """Updates an amax counts for (delayed: 1024). Each tensor has a history of that length, which
+    every step moves and every snapshot copies."""
     amax_compute_algo: Literal["max", "most_recent", "ema"] | None = Field(
         None, validate_default=True
     )

@@ -11,6 +11,13 @@
 An FP8 layer takes over the parameters of the linear it replaces: the same tensors, so an
 optimizer made before goes on, and keys and values of ``state_dict`` are as they were.
 ``finish_step`` closes a step: it makes the scales of delayed scaling, and the statistics.
+With replicas, ``conversion.scope.reduce_amax(group)`` before it gives all of them the same
+delayed scales; without it each has those of its own batches.
+
+``state_dict`` holds no scales. Under delayed scaling a run that shall go on as it was saves
+``scope.state_tensors()`` and ``scope.state_meta()`` beside it; after loading, copy the tensors
+into those of the new scope and give ``scope.load_meta`` the rest. The FP8 is the native one on
+every device: Transformer Engine's modules are made by a job's scope, not by converting.
 
 Promises: a linear is converted or left with a reason, never dropped in silence; a module that is
 registered in several places is converted once, for all of them; with an error nothing has

@@ -73,6 +73,12 @@ def test_the_factor_of_ema_is_refused_without_ema_and_has_a_default_with_it():
     assert FP8Config(amax_compute_algo="ema").amax_ema_factor == 0.9
 
 
+def test_a_history_that_no_rank_has_memory_for_is_refused():
+    # It would be every rank's first allocation, after the nodes were taken.
+    with pytest.raises(ValidationError, match="less than or equal to 65536"):
+        FP8Config(amax_history_len=1_000_000_000)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_printed_of_a_section_is_accepted_as_one(recipe):
     config = FP8Config(recipe=recipe)

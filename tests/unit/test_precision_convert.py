@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, HighPrecisionLayers
-from parallel.precision.convert import convert, scope_of
+from parallel.precision.convert import Conversion, convert, scope_of
 from parallel.precision.linear import Float8Linear
 from parallel.precision.scope import PrecisionScope
 from tests.unit.precision_recipes import every_recipe, every_variant, fp8_config
@@ -93,6 +94,45 @@ def test_a_converted_model_trains_as_the_plain_one_does(recipe):
     assert losses["fp8"][-1] < 0.5 * losses["fp8"][0]
     assert losses["fp8"][-1] == pytest.approx(losses["plain"][-1], rel=0.1)
     assert losses["fp8"] != losses["plain"]
+
+
+def test_saved_with_its_scaling_state_a_model_goes_on_to_the_bit():
+    def made() -> tuple[Model, Conversion, torch.optim.Optimizer]:
+        torch.manual_seed(2)
+        model = Model()
+        conversion = convert(model, fp8_config("delayed", amax_history_len=4))
+        return model, conversion, torch.optim.Adam(model.parameters(), 3e-3)
+
+    def losses(run: tuple[Model, Conversion, torch.optim.Optimizer], steps: range) -> list[float]:
+        model, conversion, optimizer = run
+        found = []
+        for step in steps:
+            tokens = torch.randint(48, (8, 16), generator=torch.Generator().manual_seed(step))
+            following = (tokens + 1) % 48
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            conversion.scope.finish_step(applied=True)
+            found.append(loss.item())
+        return found
+
+    first, again, without = made(), made(), made()
+    losses(first, range(6))
+    model, conversion, optimizer = first
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    tensors = {name: t.clone() for name, t in conversion.scope.state_tensors().items()}
+    meta = json.loads(json.dumps(conversion.scope.state_meta()))
+    expected = losses(first, range(6, 10))
+    for run in (again, without):
+        run[0].load_state_dict(saved[0])
+        run[2].load_state_dict(copy.deepcopy(saved[1]))
+    scope = again[1].scope
+    for name, tensor in scope.state_tensors().items():
+        tensor.copy_(tensors[name])
+    scope.load_meta(meta)
+    assert losses(again, range(6, 10)) == expected
+    assert losses(without, range(6, 10)) != expected
 
 
 @every_variant
