@@ -3,8 +3,9 @@
     python -m orchestrator.spec_trial < {"model": …, "fp8": …, "precision": …, …}
 
 Promises: a user's code runs in a process of its own that is ended after ``TRIAL_S``, and sees no
-GPU; only what is wrong on every machine is a problem: a plan that breaks the contract, and
-patterns that match none of the model's linears. Code that can't be run here is left to the ranks.
+GPU; only what is wrong on every machine is a problem: a plan that breaks the contract, linears
+whose widths FP8 or the tensor ranks can't divide, an FP8 job none of whose linears would compute
+in FP8, and patterns that match nothing. Code that can't be run here is left to the ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.spec import JobSpec, spec_data
 from orchestrator.spec_errors import Finding, KeyPath, Source, SpecError
 from orchestrator.spec_factory import unmatched_parameters
+
+if TYPE_CHECKING:
+    from parallel.tensor import TensorGroup
 
 TRIAL_S = 20.0
 """Less than the API's client waits for an answer."""
@@ -68,20 +72,18 @@ def trial(spec: JobSpec) -> list[Finding]:
     """Make the model of ``spec.model.factory``; what is wrong with it."""
     import torch
 
-    from parallel.config import HighPrecisionLayers
     from parallel.model_factory import FactoryError, factory_plan
     from parallel.model_plan import parameter_name
-    from parallel.precision.recipes import unmatched_patterns
+    from parallel.precision.recipes import UnfitLinearError, unmatched_patterns
     from parallel.precision.scope import PrecisionScope
 
-    # A scope that keeps no linear in BF16 takes them all, and knows their names.
     kept = spec.fp8.high_precision_layers
-    none = HighPrecisionLayers()
     scope = PrecisionScope(
-        "fp8",
-        spec.fp8.model_copy(update={"high_precision_layers": none}),
+        spec.precision,
+        spec.fp8,
         num_layers=spec.model.num_layers,
         device="meta",
+        tensor=_shares(spec.parallelism.tensor),
         built_in=False,
         compiled=False,
     )
@@ -95,10 +97,6 @@ def trial(spec: JobSpec) -> list[Finding]:
         )
     except FactoryError as error:
         return [Finding(("model", "factory"), error.message, error.remedy)]
-    exchanged = spec.gradient_exchange.high_precision_parameters
-    patterns = kept.names if spec.precision == "fp8" else ()
-    if not patterns and not exchanged:
-        return []
     parameters: list[str] = []
     seen: set[str | None] = {None}
     with torch.device("meta"):
@@ -107,19 +105,42 @@ def trial(spec: JobSpec) -> list[Finding]:
             if layer.tied in seen - {None}:
                 continue
             seen.add(layer.tied)
-            module = layer.build()
+            try:
+                module = layer.build()
+            except UnfitLinearError as error:
+                message = f"{layer.name} has a linear {error.linear!r}: {error.message}"
+                return [Finding(("model", "factory"), message, error.remedy)]
             parameters += [
                 parameter_name(f"{i}.{n}", plan.layers) for n, _ in module.named_parameters()
             ]
+    exchanged = spec.gradient_exchange.high_precision_parameters
     found = list(unmatched_parameters(exchanged, parameters))
-    names = scope.layers
-    for i, pattern in enumerate(patterns):
+    if spec.precision != "fp8":
+        return found
+    names = (*scope.layers, *scope.fixed_layers)
+    if not scope.layers:
+        message = "none of the linears of its model would compute in FP8"
+        if names:
+            message += f"; high_precision_layers keeps {len(names)} in BF16"
+        remedy = "make them with scope.linear, or convert them, in widths that FP8 takes; or set "
+        found.append(Finding(("model", "factory"), message, remedy + "precision: bf16"))
+        return found
+    for i, pattern in enumerate(kept.names):
         alone = kept.model_copy(update={"names": (pattern,)})
         if unmatched_patterns(alone, names):
             message = f"matches none of the {len(names)} linears of the factory's model"
-            remedy = f"they are {', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
-            found.append(Finding((*_PATTERNS, i), message, remedy if names else ""))
+            told = ", ".join(names[:4])
+            remedy = f"they are {told}{', …' if len(names) > 4 else ''}"
+            found.append(Finding((*_PATTERNS, i), message, remedy))
     return found
+
+
+def _shares(tensor: int) -> TensorGroup | None:
+    """Tensor ranks that make shards and can't compute: their sizes are what is asked."""
+    from parallel.tensor import TensorGroup
+
+    nobody: Any = None
+    return TensorGroup(nobody, 0, tensor) if tensor > 1 else None
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.precision.recipes import UnfitLinearError
+
 ShardKind = Literal["column", "row"]
 """How tensor ranks share a matrix: its outputs, or its inputs."""
 
@@ -53,13 +55,14 @@ class Shard:
     def features(self, name: str, in_features: int, out_features: int) -> tuple[int, int]:
         """Inputs and outputs of the shard of an in × out matrix.
 
-        Raises ValueError when the sharded ones can't be divided evenly.
+        Raises UnfitLinearError when the sharded ones can't be divided evenly.
         """
         size = self.tensor.size
         sharded = out_features if self.kind == "column" else in_features
         if sharded % size:
             side = "outputs" if self.kind == "column" else "inputs"
-            raise ValueError(f"linear {name!r}: {sharded} {side} over {size} tensor ranks")
+            message = f"{sharded} {side} over {size} tensor ranks"
+            raise UnfitLinearError(name, message, "choose parallelism.tensor to divide them")
         if self.kind == "column":
             return in_features, out_features // size
         return in_features // size, out_features

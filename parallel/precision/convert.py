@@ -88,6 +88,9 @@ def convert(
     Attributes that a program has set on a linear are carried over. References outside the
     module tree (in a list, in ``__dict__``) go on to the plain linear: ``never_ran`` tells.
 
+    With a scope, linears that it keeps in BF16 are among its ``fixed_layers`` afterwards.
+
+    Raises TypeError for a scope of Transformer Engine's modules, which it doesn't swap in.
     Raises ValueError where ``module`` is itself a linear, where nothing can be told apart by
     ``first`` and ``last``, for a pattern that matches nothing, and for a linear on another
     device than the scope.
@@ -101,8 +104,13 @@ def convert(
         plain = fp8.model_copy(update={"high_precision_layers": HighPrecisionLayers()})
         device = next((m.weight.device for m in found.values()), torch.device("cpu"))
         scope = PrecisionScope("fp8", plain, num_layers=0, device=device)
-    else:
+    elif isinstance(fp8, PrecisionScope):
         scope = fp8
+    else:
+        raise TypeError(
+            f"convert makes native FP8 layers and not {type(fp8).__name__}'s: set fp8.backend: "
+            "native in the spec, or make the linears with scope.linear"
+        )
     shared = _shared_weights(module)
     read = _read_in_evaluation(module)
     left: dict[str, str] = {}
@@ -119,6 +127,11 @@ def convert(
         else:
             left[name] = reason
     # All linears are judged before any is swapped.
+    for name in left:
+        made = isinstance(found[name], Float8Linear | BF16Linear)
+        if not made and scope.stays_in_bf16(prefix + name):
+            # So that a pattern of the spec is known to have met it.
+            scope.note_fixed(prefix + name)
     adopted = {id(chosen[name]): scope.adopt(prefix + name, chosen[name]) for name in chosen}
     for linear in chosen.values():
         adopted[id(linear)].__dict__.update(_own_attributes(linear))

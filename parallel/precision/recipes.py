@@ -76,6 +76,17 @@ def expand(config: FP8Config) -> Recipe:
     )
 
 
+class UnfitLinearError(ValueError):
+    """A linear whose features its recipe, or its tensor ranks, can't divide, on any machine."""
+
+    def __init__(self, linear: str, message: str, remedy: str) -> None:
+        super().__init__(f"linear {linear!r}: {message} ({remedy})")
+        self.linear, self.message, self.remedy = linear, message, remedy
+
+    def __reduce__(self) -> tuple[type[UnfitLinearError], tuple[str, str, str]]:
+        return (type(self), (self.linear, self.message, self.remedy))
+
+
 def multiple_of(recipe: RecipeName) -> int:
     """What the features of a linear, or of a rank's shard of it, are multiples of."""
     return MX_BLOCK if recipe == "mxfp8" else MULTIPLE

@@ -100,8 +100,8 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
 
         In a BF16 job, and where ``high_precision_layers`` says so, it is a plain one whose
         precision is fixed (``fixed_layers``). All linears are made before the first forward:
-        afterwards, for a name given twice, and for features that the recipe can't cut into
-        blocks (``recipes.dimension_problems``), ValueError.
+        afterwards, and for a name given twice, ValueError; for features that the recipe can't cut
+        into blocks (``recipes.dimension_problems``) or the ranks can't share, UnfitLinearError.
         """
         if name in self._linears or name in self._fixed:
             raise ValueError(f"linear {name!r} is registered already")
@@ -182,6 +182,15 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
         forget_weights_after_steps(self)
         return layer
 
+    def note_fixed(self, name: str) -> None:
+        """A linear that isn't made here and stays in BF16: one of ``fixed_layers`` from now on.
+
+        Raises ValueError for a name given twice.
+        """
+        if name in self._linears or name in self._fixed:
+            raise ValueError(f"linear {name!r} is registered already")
+        self._fixed.append(name)
+
     def stays_in_bf16(self, name: str) -> bool:
         """Whether a linear of this name has BF16 as its fixed precision."""
         return self._job_precision == "bf16" or recipes.is_high_precision(
@@ -191,8 +200,8 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
     def _admit(self, name: str, in_features: int, out_features: int) -> None:
         problems = recipes.dimension_problems(self.recipe.scaling, in_features, out_features)
         if problems:
-            told = "; ".join(f"{message} ({remedy})" for message, remedy in problems)
-            raise ValueError(f"linear {name!r}: {told}")
+            told = "; ".join(message for message, _ in problems)
+            raise recipes.UnfitLinearError(name, told, problems[0][1])
         if self._state is not None:
             raise ValueError(f"linear {name!r} comes after the scaling state was laid out")
 

@@ -96,6 +96,23 @@ def test_a_converted_model_trains_as_the_plain_one_does(recipe):
     assert losses["fp8"] != losses["plain"]
 
 
+def test_linears_that_a_scope_keeps_in_bf16_are_known_to_it():
+    kept = HighPrecisionLayers(first=1, names=("layers.1.0",))
+    config = fp8_config("delayed", high_precision_layers=kept)
+    scope = PrecisionScope("fp8", config, num_layers=2, built_in=False)
+    for i in range(2):
+        convert(Model().blocks[i], scope, prefix=f"layers.{i}.")
+    assert scope.layers == ("layers.1.2",)
+    assert scope.fixed_layers == ("layers.0.0", "layers.0.2", "layers.1.0")
+    with pytest.raises(ValueError, match=r"'layers\.0\.0' is registered already"):
+        convert(Model().blocks[0], scope, prefix="layers.0.")
+
+
+def test_a_scope_of_another_library_is_refused():
+    with pytest.raises(TypeError, match=r"not Other's: set fp8\.backend: native in the spec"):
+        convert(Model(), type("Other", (), {})())
+
+
 def test_saved_with_its_scaling_state_a_model_goes_on_to_the_bit():
     def made() -> tuple[Model, Conversion, torch.optim.Optimizer]:
         torch.manual_seed(2)
