@@ -1,4 +1,4 @@
-"""Configuration of training on the nodes: data, steps, snapshots, checkpoints, drills.
+"""Configuration of training on the nodes: data, steps, snapshots, checkpoints.
 
 Promises: frozen values, unknown keys refused; batch arithmetic is completed in
 ``orchestrator.spec``, which knows the degrees.
@@ -7,10 +7,11 @@ Promises: frozen values, unknown keys refused; batch arithmetic is completed in
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from launch.drills.config import Drill
 from parallel.config import (
     ExchangeDtype,
     FP8Config,
@@ -88,35 +89,6 @@ class CheckpointConfig(_Section):
     num_to_keep: int = Field(3, ge=1)
 
 
-class WeightSurge(_Section):
-    """Multiply the MLP weights of one layer, parameters and master weights alike."""
-
-    kind: Literal["weight_surge"]
-    step: int = Field(ge=1)
-    """Step before whose forward pass it happens; a drill fires once in a job's life."""
-    layer: int = Field(ge=0)
-    factor: float = Field(gt=0)
-
-
-class NonFiniteGradient(_Section):
-    """Put a NaN into one gradient of one rank."""
-
-    kind: Literal["nonfinite_gradient"]
-    step: int = Field(ge=1)
-    rank: int = Field(0, ge=0)
-
-
-class KillRank(_Section):
-    """SIGKILL one rank in the middle of a step."""
-
-    kind: Literal["kill_rank"]
-    step: int = Field(ge=1)
-    rank: int = Field(0, ge=0)
-
-
-Drill = Annotated[WeightSurge | NonFiniteGradient | KillRank, Field(discriminator="kind")]
-
-
 class RunConfig(_Section):
     """All that a rank needs to know of a job; ``orchestrator.spec.JobSpec`` adds the rest."""
 
@@ -132,7 +104,7 @@ class RunConfig(_Section):
     precision: Precision = "fp8"
     """What linears compute in; fp8 has its details under ``fp8``."""
     fp8: FP8Config = FP8Config()
-    communication_data_type: ExchangeDtype | Literal["auto"] = "fp8"
+    communication_data_type: Literal[ExchangeDtype, "auto"] = "fp8"
     """What gradients cross the network in. auto: measured before the job's first step, fp8 where
     it is faster than bf16; the job keeps that answer through every restart."""
     gradient_exchange: GradientExchangeConfig = GradientExchangeConfig()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ STDLIB = "python-stdlib"
 # What differs between installations of one Python release, or isn't the standard library.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MASK64 = (1 << 64) - 1
+SequenceChange = Callable[[int, NDArray[np.uint8]], tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+"""Position and tokens [seq_len + 1] of a sequence → inputs and targets, [seq_len] each."""
 MOST_SKIPPED = 20_000
 """Batches that a skip ledger may hold: each snapshot carries it."""
 
@@ -118,21 +120,36 @@ class TokenStream:
         return self._tokens[start : start + self._seq_len + 1]
 
     def micro_batches(
-        self, batch: int, data_rank: int, data_size: int, micro: int, accumulation: int
+        self,
+        batch: int,
+        data_rank: int,
+        data_size: int,
+        micro: int,
+        accumulation: int,
+        change: SequenceChange | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The ``accumulation`` micro-batches of one replica for batch ``batch``.
 
         Yields (inputs, targets), int64 [micro, seq_len] each, on the CPU. Replicas together
         have the ``data_size * micro * accumulation`` sequences of the batch, each once.
+        ``change``: what makes both of a position's tokens; unset, all but the last and all but
+        the first.
         """
         import torch
 
         first = batch * data_size * micro * accumulation
         for turn in range(accumulation):
             start = first + (turn * data_size + data_rank) * micro
-            rows = np.stack([self.sequence(start + row) for row in range(micro)])
-            tokens = torch.from_numpy(rows.astype(np.int64))
-            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            rows = {at: self.sequence(at) for at in range(start, start + micro)}
+            pairs = [
+                (row[:-1], row[1:]) if change is None else change(at, row)
+                for at, row in rows.items()
+            ]
+            inputs, targets = (
+                torch.from_numpy(np.stack(side).astype(np.int64))
+                for side in zip(*pairs, strict=True)
+            )
+            yield inputs, targets
 
 
 def shuffled(index: int, count: int, seed: int, epoch: int) -> int:

@@ -2,7 +2,7 @@
 
     result = TrainingLoop(assignment, mailbox, outbox, keeper).run()
 
-One step is: drills, batch, engine, agree, commands, snapshot, report. Promises: rolled
+One step is: batch, drills, engine, agree, commands, snapshot, report. Promises: rolled
 back or restarted, the loop reproduces the same losses to the bit when data and precision
 are the same; a command takes effect on all ranks at the same step boundary; hashing,
 shipping, writing and reporting are other threads' work. Ray-free: whoever runs it brings
@@ -38,7 +38,7 @@ from launch.commands import (
     Stop,
 )
 from launch.data import DataError, TokenStream, batch_of
-from launch.drills import Drills
+from launch.drills import Drills, check_target
 from launch.engine import engine_of
 from launch.mailbox import Mailbox
 from launch.process_group import agree, join, require_same
@@ -100,7 +100,8 @@ class TrainingLoop:
         """Train until the last step or a Stop; returns once a last checkpoint is written.
 
         Raises JoinError, SnapshotError when the state to start from can't be used, DataError,
-        RanksDisagreeError, and what DeepSpeed raises. No collective is called on the way out.
+        RanksDisagreeError, ValueError for a drill that the model has no place for, and what
+        DeepSpeed raises. No collective is called on the way out.
         """
         try:
             self._prepare()
@@ -115,9 +116,9 @@ class TrainingLoop:
     def _train_step(self) -> None:
         started = time.perf_counter()
         step = self._step
-        drills = self._drills.fire(step)
         batch = batch_of(step, self._ledger)
-        lr = lr_at(step, self._run_config.training, self._lr_scale)
+        drills = self._drills.fire(step, timeline=self._timeline, batch=batch)
+        lr = lr_at(step, self._run_config.training, self._lr_scale) * self._drills.lr_factor
         self._engine.scope.collect(self._is_sampled(step))
         checksums = self._replica_check.sums() if self._is_compared(step) else None
         result = self._engine.train_step(self._micro_batches(batch), lr)
@@ -136,6 +137,7 @@ class TrainingLoop:
         self._stream = TokenStream(run.data, run.training.seq_len)
         require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
         self._engine = engine_of(run)
+        check_target(run.drills, self._engine.faults)
         self._replica_check = self._engine.replica_check()
         self._announce_backend()
         self._random = RandomState()
@@ -153,7 +155,7 @@ class TrainingLoop:
             run.drills,
             rank=assignment.rank,
             fired=assignment.fired_drills,
-            target=self._engine,
+            target=self._engine.faults,
             announce=self._announce_drill,
         )
         self._snapshot(to_disk=False)
@@ -173,6 +175,7 @@ class TrainingLoop:
             parallelism.data,
             training.train_micro_batch_size_per_gpu,
             training.gradient_accumulation_steps,
+            self._drills.change_of(batch),
         )
 
     def _apply(self, commands: list[Command]) -> float:

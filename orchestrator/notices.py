@@ -122,12 +122,13 @@ def unrecorded(first: int, last: int) -> Notice:
     )
 
 
-def drill(report: DrillReport) -> Notice:
+def drill(report: DrillReport, kind: str) -> Notice:
     """A rehearsed fault is about to happen."""
+    place = f"on rank {report.rank} before step {report.step}"
     return Notice(
         "drill",
-        f"Drill {report.drill} fires on rank {report.rank} before step {report.step}.",
-        {"drill": report.drill, "rank": report.rank, "step": report.step},
+        f"Drill {report.drill}, {kind}, fires {place}.",
+        {"drill": report.drill, "kind": kind, "rank": report.rank, "step": report.step},
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.config import KillRank
+from launch.drills.config import KillRank
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.spec import JobSpec

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from launch.config import KillRank, NonFiniteGradient, WeightSurge
 from monitoring.config import DetectionConfig
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import check_backend, check_backend_model
@@ -21,6 +20,7 @@ from orchestrator.spec_completion import (
     slots_per_node,
 )
 from orchestrator.spec_deepspeed import check_deepspeed
+from orchestrator.spec_drills import check_drills
 from orchestrator.spec_errors import Finding, KeyPath, nearest
 from orchestrator.spec_factory import (
     built_in,
@@ -34,7 +34,7 @@ from orchestrator.spec_shapes import (
     check_tensor_shards,
     check_tensor_slots,
 )
-from parallel.parameter_names import built_in_names
+from parallel.parameter_names import built_in_names, is_matched
 from parallel.precision.recipes import is_high_precision
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
@@ -71,7 +71,7 @@ def check_spec(spec: JobSpec, broken: set[KeyPath], *, check_data: bool) -> list
         if not any(_overlap(key, path) for key in reads for path in broken):
             found += check(spec)
     # These look at each of their entries by itself, so one that is wrong hides no other.
-    found += _drills(spec, broken)
+    found += check_drills(spec, broken)
     found += _envs(spec)
     if ("deepspeed",) not in broken:
         batch = (*_SLOT_KEYS, *_DEGREES, *_BATCH)
@@ -273,9 +273,15 @@ def _high_precision(spec: JobSpec) -> Iterator[Finding]:
 
 def _high_precision_parameters(spec: JobSpec) -> Iterator[Finding]:
     """Of the built-in model; a factory's parameters are known once they are made."""
-    yield from unmatched_parameters(
-        spec.gradient_exchange.high_precision_parameters, built_in_names(spec.model)
-    )
+    kept = spec.gradient_exchange.high_precision_parameters
+    names = built_in_names(spec.model)
+    yield from unmatched_parameters(kept, names)
+    matrices = [name for name in names if not name.endswith("norm.weight")]
+    nothing_left = all(is_matched(name, kept) for name in matrices)
+    if nothing_left and spec.communication_data_type == "fp8":
+        path = ("gradient_exchange", "high_precision_parameters")
+        message = f"keeps all {len(matrices)} matrices out of FP8, so that nothing travels in it"
+        yield Finding(path, message, "keep fewer, or set communication_data_type: bf16")
 
 
 def _envs(spec: JobSpec) -> Iterator[Finding]:
@@ -292,31 +298,6 @@ def _envs(spec: JobSpec) -> Iterator[Finding]:
             yield Finding(path, "is no name of an environment variable", "letters, digits and _")
         elif "\0" in value:
             yield Finding(path, "has a null character in it", "")
-
-
-def _drills(spec: JobSpec, broken: set[KeyPath]) -> Iterator[Finding]:
-    dropped = {p[1] for p in broken if p[:1] == ("drills",) and len(p) > 1}
-    if ("drills",) in broken:
-        return
-    indices = [i for i in range(len(spec.drills) + len(dropped)) if i not in dropped]
-    ranks = spec.num_nodes * slots_per_node(spec)
-    for i, drill in zip(indices, spec.drills, strict=False):
-        path: KeyPath = ("drills", i)
-        steps = spec.training.steps
-        if drill.step >= steps and ("training", "steps") not in broken:
-            message = f"the job ends after {steps} steps, numbered from 0"
-            yield Finding((*path, "step"), message, f"make it at most {steps - 1}")
-        match drill:
-            case WeightSurge(layer=layer):
-                layers = spec.model.num_layers
-                if layer >= layers and ("model", "num_layers") not in broken:
-                    message = f"the model has {layers} layers, numbered from 0"
-                    yield Finding((*path, "layer"), message, f"make it at most {layers - 1}")
-            case NonFiniteGradient(rank=rank) | KillRank(rank=rank):
-                counted = ("num_nodes",), ("slots_per_node",), ("gpus_per_node",)
-                if rank >= ranks and not broken.intersection(counted):
-                    message = f"the job has {ranks} ranks, numbered from 0"
-                    yield Finding((*path, "rank"), message, f"make it at most {ranks - 1}")
 
 
 def _data(spec: JobSpec) -> Iterator[Finding]:
@@ -357,7 +338,10 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),
     (tuple(("detection", k) for k in ("window", "min_history", *_EXCHANGE_ERROR)), _detection),
     ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
-    ((("gradient_exchange",), ("model",)), built_in(_high_precision_parameters)),
+    (
+        (("gradient_exchange",), ("model",), ("communication_data_type",)),
+        built_in(_high_precision_parameters),
+    ),
     ((("fp8", "backend"), ("gpus_per_node",), ("precision",)), check_backend),
     ((("fp8",), ("model",), ("training",), ("precision",)), check_backend_model),
 )

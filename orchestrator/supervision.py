@@ -208,7 +208,8 @@ class Supervision:
                     logger.debug("rank %d is back at step %d", report.rank, report.step)
                 case DrillReport():
                     if report.drill not in attempt.facts.fired_drills:
-                        self._journal.happened(notices.drill(report), now)
+                        kind = self._spec.drills[report.drill].kind
+                        self._journal.happened(notices.drill(report, kind), now)
                     attempt.facts.fired_drills.add(report.drill)
                 case CopyFailed():
                     self._journal.happened(notices.copy_failed(report), now)

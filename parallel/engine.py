@@ -31,6 +31,7 @@ from parallel.config import (
 )
 from parallel.deepspeed_config import BatchShape, accumulation_dtype, merged_config, own_config
 from parallel.exchange_choice import ExchangeChoice, choice_of, measure
+from parallel.faults import Faults
 from parallel.gradients import take_statistics
 from parallel.model_factory import factory_plan
 from parallel.model_plan import ModelPlan, parameter_name, recomputed
@@ -106,6 +107,7 @@ class Engine:
         hooks: StepHooks,
         replicas: dist.ProcessGroup,
         pipelined: bool,
+        faults: Faults,
     ) -> None:
         self.coordinate = coordinate
         self.scope = scope
@@ -113,6 +115,8 @@ class Engine:
         """What the linears run on, and why; the same on every rank."""
         self.exchange_dtype = exchange_dtype
         """What gradients cross the network in, those left out that must go in a wider one."""
+        self.faults = faults
+        """What drills do to this rank's model."""
         self._engine = deepspeed_engine
         self._plan = plan
         self._switchable = frozenset(switchable)
@@ -120,7 +124,6 @@ class Engine:
         self._hooks = hooks
         self._replicas = replicas
         self._pipelined = pipelined
-        self._mlp_weights = _mlp_weights(deepspeed_engine.module, plan)
 
     def train_step(self, micro_batches: Iterator[MicroBatch], lr: float) -> StepResult:
         """Run one step with learning rate ``lr``: all micro-batches, exchange, update.
@@ -134,6 +137,7 @@ class Engine:
             loss = self._engine.train_batch(data_iter=micro_batches)
         else:
             loss = self._accumulate(micro_batches)
+        self.faults.after_step()
         skipped = bool(self._engine.optimizer.overflow)
         return StepResult(
             loss=loss,
@@ -242,27 +246,6 @@ class Engine:
         for group in self._groups:
             group.take_dtype(self.exchange_dtype)
 
-    @torch.no_grad()
-    def surge_mlp(self, layer: int, factor: float) -> None:
-        """Drill: multiply the MLP weights of one layer, parameters and masters alike.
-
-        Every rank calls it between steps; a rank without the layer does nothing. Raises
-        ValueError for a layer that the model doesn't have.
-        """
-        count = sum(plan.transformer for plan in self._plan.layers)
-        if not 0 <= layer < count:
-            raise ValueError(f"layer {layer}: the model has {count}")
-        for parameter in self._mlp_weights.get(layer, ()):
-            parameter.mul_(factor)
-            piece = engine_state.master_piece(parameter)
-            if piece is not None:
-                piece.mul_(factor)
-        self.scope.forget_weights()
-
-    def poison_gradient(self) -> None:
-        """Drill: a NaN in one gradient of this rank, before the next step's exchange."""
-        self._hooks.poison_gradient()
-
 
 def build_engine(
     *,
@@ -362,10 +345,21 @@ def build_engine(
         raise ValueError("; ".join(unmatched))
     hooks = StepHooks(scope, groups, replicas, ranks.stage)
     deepspeed_engines.attach(engine, hooks, ranks.tensor)
+    switchable = _of_all_ranks(scope.layers)
+    names = tuple(parameter_name(n, plan.layers) for n, _ in module.named_parameters())
+    faults = Faults(
+        module,
+        plan,
+        scope=scope,
+        hooks=hooks,
+        coordinate=ranks.coordinate,
+        linears=switchable,
+        parameters=_of_all_ranks(names),
+    )
     return Engine(
         engine,
         plan=plan,
-        switchable=_of_all_ranks(scope.layers),
+        switchable=switchable,
         coordinate=ranks.coordinate,
         scope=scope,
         backend=backend,
@@ -374,6 +368,7 @@ def build_engine(
         hooks=hooks,
         replicas=replicas,
         pipelined=pipelined,
+        faults=faults,
     )
 
 
@@ -425,25 +420,3 @@ def _of_all_ranks(names: tuple[str, ...]) -> tuple[str, ...]:
     found: list[tuple[str, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(found, names)
     return tuple(dict.fromkeys(name for of_rank in found for name in of_rank))
-
-
-def _mlp_weights(module: nn.Module, plan: ModelPlan) -> dict[int, tuple[nn.Parameter, ...]]:
-    """The MLP matrices of the layers that this rank holds, by number of layer.
-
-    All its matrices where a layer, of a user's own model, has nothing named ``mlp``.
-    """
-    numbers = {layer.name: i for i, layer in enumerate(p for p in plan.layers if p.transformer)}
-    found: dict[int, dict[str, nn.Parameter]] = {}
-    for qualified, parameter in module.named_parameters():
-        name = parameter_name(qualified, plan.layers)
-        for layer, number in numbers.items():
-            if name.startswith(f"{layer}.") and parameter.dim() >= 2:
-                found.setdefault(number, {})[name.removeprefix(layer)] = parameter
-    return {
-        number: tuple(
-            p
-            for name, p in of_layer.items()
-            if ".mlp." in name or not any(".mlp." in n for n in of_layer)
-        )
-        for number, of_layer in found.items()
-    }

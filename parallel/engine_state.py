@@ -63,6 +63,12 @@ def master_piece(parameter: Tensor) -> Tensor | None:
     return None if mapping is None else mapping.hp_fragment
 
 
+def master_offset(parameter: Tensor) -> int:
+    """Where ``master_piece`` begins in the parameter, in elements; only where there is one."""
+    start: int = parameter._hp_mapping.lp_fragment_address.start  # type: ignore[attr-defined]
+    return start
+
+
 def counters(engine: Any) -> dict[str, int]:
     """DeepSpeed's counters."""
     return {name: int(getattr(engine, name)) for name in COUNTERS}

@@ -106,12 +106,12 @@ class StepHooks:
         self._norms: list[Tensor] = []
         self._residuals: list[tuple[Tensor, Tensor]] = []
         """Live error feedback, and what it was before the step."""
-        self._poison = False
+        self._poison: float | None = None
         self._calls = 0
 
-    def poison_gradient(self) -> None:
-        """Put a NaN into one local gradient of the next step, before the exchange."""
-        self._poison = True
+    def poison_gradient(self, value: float) -> None:
+        """Put ``value`` into one local gradient of the next step, before the exchange."""
+        self._poison = value
 
     def exchange(self, flats: Sequence[Tensor]) -> None:
         """Average each group's flat FP32 gradient in place, in the order of the groups."""
@@ -119,9 +119,9 @@ class StepHooks:
             raise RuntimeError(
                 f"DeepSpeed exchanges {len(flats)} buffers for {len(self._groups)} groups"
             )
-        if self._poison:
-            flats[0][0] = torch.nan
-            self._poison = False
+        if self._poison is not None:
+            flats[0][0] = self._poison
+            self._poison = None
         views = [view for group in self._groups for view in group.views]
         self._norms = list(torch._foreach_norm(views))
         self._carry_nonfinite(flats[0])
@@ -138,9 +138,9 @@ class StepHooks:
         ``bucket`` is what ``pieces`` say, in their order. All replicas reduce the same
         buckets, as often as they like in a step.
         """
-        if self._poison:
-            bucket[0] = torch.nan
-            self._poison = False
+        if self._poison is not None:
+            bucket[0] = self._poison
+            self._poison = None
         if not self._calls:
             self._norms = [bucket.new_zeros((), dtype=torch.float32) for _ in self._names()]
             self._keep_residuals()

@@ -126,7 +126,7 @@ class Job:
     def skip(self, step: int) -> None:
         """A step that is not applied."""
         if self.engine.coordinate.data == 0:
-            self.engine.poison_gradient()
+            self.engine.faults.poison_gradient()
         data = batches(self.engine, self.world_size, self.pipeline, step)
         assert self.engine.train_step(data, LR).skipped
 
@@ -160,7 +160,7 @@ def _returns(rank: int, world_size: int, pipeline: int) -> dict[str, Told]:
     job.engine.set_precision(LEAVE)
     # What made them leave is in the state: weights outgrew their scales while they were away.
     for layer in (0, 2):
-        job.engine.surge_mlp(layer, 2.0)
+        job.engine.faults.surge_mlp(layer, 2.0)
     cold = job.snapshot()
     told["stays away"] = job.run(end)
 

@@ -46,7 +46,7 @@ def poisoned_run(rank: int, world_size: int, pipeline: int) -> dict[str, Any]:
                 continue
             before = state(engine)
             if step == 3 and rank == POISONED_RANK[world_size]:
-                engine.poison_gradient()
+                engine.faults.poison_gradient()
             result = engine.train_step(batches(engine, world_size, pipeline, step), LR)
             if step == 3:
                 seen = {
@@ -103,7 +103,7 @@ def surged_run(rank: int, world_size: int, factor: float, precision: str) -> dic
     for step in range(8):
         before = engine.train_step(batches(engine, world_size, 2, step), LR)
         names, calm = engine.scope.statistics()
-    engine.surge_mlp(1, factor)
+    engine.faults.surge_mlp(1, factor)
     result = engine.train_step(batches(engine, world_size, 2, 8), LR)
     names, surged = engine.scope.statistics()
     # Saturation at the old scale softens the first step; the next one has the new scale.
@@ -146,7 +146,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     calls = {
         "unknown": lambda: engine.set_precision({"layers.9.mlp.down": "bf16"}),
         "fixed": lambda: engine.set_precision({"layers.0.mlp.down": "fp8"}),
-        "surge": lambda: engine.surge_mlp(3, 2.0),
+        "surge": lambda: engine.faults.surge_mlp(3, 2.0),
         "tensor": lambda: build(
             world_size, tensor=2, model=MODEL.model_copy(update={"num_kv_heads": 1})
         ),

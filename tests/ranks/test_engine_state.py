@@ -77,10 +77,10 @@ def replay(world_size: int, pipeline: int, zero_stage: int, recipe: str) -> dict
 
     # Into the same engine, after it went astray: weights, a layer's precision, a skipped step.
     engine.set_precision({"layers.0.mlp.down": "bf16"})
-    engine.surge_mlp(1, 8.0)
+    engine.faults.surge_mlp(1, 8.0)
     run(range(20, 22))
     if engine.coordinate.data == 0:
-        engine.poison_gradient()
+        engine.faults.poison_gradient()
     astray = run(range(22, 24))
     copy_in(engine, middle)
     found: dict[str, Any] = {"astray": astray, "second": second}

@@ -105,7 +105,7 @@ def journey(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
     before = copied(engine)
     if rank == world_size - 1:
-        engine.poison_gradient()
+        engine.faults.poison_gradient()
     poisoned = engine.train_step(replica_batches(engine, 8), LR)
     nan: dict[str, Any] = {
         "skipped": poisoned.skipped,
@@ -129,7 +129,7 @@ def journey(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
     kept, meta = copied(engine), engine.meta()
     expected, end = run(16, 20), copied(engine)
-    engine.surge_mlp(1, 16.0)
+    engine.faults.surge_mlp(1, 16.0)
     engine.set_exchange("bf16")
     run(16, 18)
     for name, tensor in engine.live_tensors().items():

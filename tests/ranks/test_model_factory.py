@@ -29,7 +29,7 @@ def train(world_size: int, degrees: dict[str, int], **options: Any) -> dict[str,
         engine.train_step(batches(engine, world_size, replica, step), LR) for step in range(STEPS)
     ]
     before = {name: tensor.clone() for name, tensor in engine.live_tensors().items()}
-    engine.surge_mlp(1, 2.0)
+    engine.faults.surge_mlp(1, 2.0)
     changed = {
         name
         for name, tensor in engine.live_tensors().items()

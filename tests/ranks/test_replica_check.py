@@ -42,6 +42,14 @@ def training(rank: int, world_size: int) -> dict[str, Any]:
         at[name] = told(rank, check)
     engine.train_step(batches(engine, world_size, 1, 3), LR)
     at["updated"] = told(rank, check)
+    # A drill's outlier is in the master weights too, of whichever rank holds them.
+    engine.faults.add_outlier("layers.1.mlp.down/weight", 1000.0)
+    engine.train_step(batches(engine, world_size, 1, 4), LR)
+    at["outlier"] = told(rank, check)
+    (found,) = [i for i, name in enumerate(check.names) if name == "layers.1.mlp.down.weight"]
+    at["largest"] = float(check._parameters[found].abs().max())
+    engine.faults.flip_bit(check.names[found], replica=1, bit=6)
+    at["flipped"] = told(rank, check)
     return at
 
 
@@ -61,6 +69,10 @@ def test_sums_are_the_same_on_replicas_until_a_bit_of_one_flips() -> None:
     assert compared(names[-1]) == ((names[0], names[-1]), (0, 1))
     # Parameters are made anew from the masters, so that nothing is left of the flips.
     assert compared("updated") == ((), ())
+    # The layer's weights begin below 0.1, and what a drill made of one outlasts an update.
+    assert compared("outlier") == ((), ())
+    assert min(rank["largest"] for rank in ranks) > 20
+    assert compared("flipped") == (("layers.1.mlp.down.weight",), (0, 1))
 
 
 def test_any_bit_and_rows_that_changed_places_change_a_sum() -> None:

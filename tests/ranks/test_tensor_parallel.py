@@ -275,7 +275,7 @@ def replay(rank: int, world_size: int, zero_stage: int) -> dict[str, Any]:
     kept = {name: tensor.clone() for name, tensor in engine.live_tensors().items()}
     meta = engine.meta()
     expected = run(range(2, 5))
-    engine.surge_mlp(1, 16.0)
+    engine.faults.surge_mlp(1, 16.0)
     astray = run(range(2, 5))
     for name, tensor in engine.live_tensors().items():
         tensor.copy_(kept[name])

@@ -1,4 +1,4 @@
-"""The loop's collaborators: learning rate, drills, reports."""
+"""The loop's collaborators: learning rate, reports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.commands import DrillReport, Report
-from launch.config import KillRank, NonFiniteGradient, TrainingConfig, WeightSurge
-from launch.drills import Drills
+from launch.config import TrainingConfig
 from launch.reporter import Reporter, ReportFailedError
 from launch.schedule import lr_at
 
@@ -57,76 +56,6 @@ class TestLearningRate:
         after = rates[warmup:]
         assert after == sorted(after, reverse=True)
         assert [lr_at(n, training, 0.5) for n in range(steps)] == [rate / 2 for rate in rates]
-
-
-class Rank:
-    """What drills did to one rank, in order."""
-
-    def __init__(self, rank: int, *, fired: Sequence[int] = (), received: bool = True) -> None:
-        self.log: list[Any] = []
-        self.received = received
-        self.drills = Drills(
-            [
-                WeightSurge(kind="weight_surge", step=5, layer=1, factor=8.0),
-                NonFiniteGradient(kind="nonfinite_gradient", step=5, rank=1),
-                KillRank(kind="kill_rank", step=7, rank=1),
-            ],
-            rank=rank,
-            fired=fired,
-            target=self,
-            announce=self.announce,
-            kill=lambda: self.log.append("kill"),
-        )
-
-    def announce(self, drill: int, step: int) -> bool:
-        self.log.append(("told", drill, step))
-        return self.received
-
-    def surge_mlp(self, layer: int, factor: float) -> None:
-        self.log.append(("surge", layer, factor))
-
-    def poison_gradient(self) -> None:
-        self.log.append("poison")
-
-
-class TestDrills:
-    def test_each_is_told_before_it_fires_on_its_rank(self) -> None:
-        rank = Rank(1)
-        assert [rank.drills.fire(step) for step in range(4, 8)] == [(), (0, 1), (), (2,)]
-        assert rank.log == [
-            ("told", 0, 5),
-            ("surge", 1, 8.0),
-            ("told", 1, 5),
-            "poison",
-            ("told", 2, 7),
-            "kill",
-        ]
-
-    def test_another_rank_only_surges(self) -> None:
-        rank = Rank(0)
-        assert [rank.drills.fire(step) for step in range(4, 8)] == [(), (0,), (), ()]
-        assert rank.log == [("told", 0, 5), ("surge", 1, 8.0)]
-
-    def test_none_fires_again_after_a_rollback(self) -> None:
-        rank = Rank(1)
-        for step in (5, 6, 7, 5, 6, 7):
-            rank.drills.fire(step)
-        assert rank.log.count("kill") == rank.log.count("poison") == 1
-
-    def test_none_fires_that_an_earlier_attempt_fired(self) -> None:
-        rank = Rank(1, fired=(0, 2))
-        assert [rank.drills.fire(step) for step in (5, 7)] == [(1,), ()]
-
-    def test_a_rank_is_not_killed_unless_that_was_received(self) -> None:
-        """Or the next attempt would meet the same drill, and the one after."""
-        rank = Rank(1, received=False)
-        rank.drills.fire(7)
-        assert rank.log == [("told", 2, 7)]
-
-    def test_replicas_surge_alike_though_one_could_not_tell(self) -> None:
-        rank = Rank(0, received=False)
-        rank.drills.fire(5)
-        assert rank.log == [("told", 0, 5), ("surge", 1, 8.0)]
 
 
 class TestReporter:
