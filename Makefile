@@ -2,6 +2,7 @@
 #   make install   create .venv          make demo [OUT=dir]   run the main job to its report
 #   make test      pass the tests        make lint             ruff, mypy, import directions
 #   make bench     run the benchmarks    make test-gpu [OUT=dir]  compare the backends on a GPU
+#   make incidents [OUT=dir]   every drill on every layout, and healthy jobs: a table in dir
 
 # Where Transformer Engine is: .venv after `pip install -e '.[te]'`, or an image's own Python.
 GPU_PYTHON ?= .venv/bin/python
@@ -11,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-gpu lint bench clean
+.PHONY: install demo test test-gpu lint bench incidents clean
 
 install: $(STAMP)
 
@@ -44,6 +45,9 @@ lint: install
 
 bench: install
 	$(BIN)/python -m tests.benchmarks
+
+incidents: install
+	$(BIN)/python -m tests.incidents --out $(OUT)/incidents.md
 
 clean:
 	rm -rf .venv *.egg-info
