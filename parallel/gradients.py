@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +47,9 @@ from torch import Tensor
 from parallel.config import EXCHANGE_BITS, ExchangeDtype, GradientExchangeConfig
 from parallel.precision import exchange_casts
 from parallel.precision.formats import FORMATS
+
+_HOPS, _HOPS_SCATTERED = 3, 2
+"""Generator steps of ``_exchange`` and ``_scatter``: as many buckets are under way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,7 @@ class GradientExchange:
         self._device = torch.device(device)
         self._compiled = compiled
         self._buckets: dict[tuple[int, bool], tuple[_Bucket, ...]] = {}
+        self._scratch = torch.empty(0, dtype=torch.float32, device=self._device)
         self._bytes = 0
         self._uncompressed_bytes = 0
         self._error = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -223,7 +228,7 @@ class GradientExchange:
         else:
             dtype = torch.float32 if self._dtype == "fp32" else torch.bfloat16
             self._bytes += dtype.itemsize * others
-            step = self._bucket_share(mine.numel())
+            step = bucket_share(mine.numel(), self.config)
             for start in range(0, mine.numel(), step):
                 # All-to-all and not reduce-scatter, which sums in the dtype that travels.
                 wire = parts[:, start : start + step].to(dtype).contiguous()
@@ -288,41 +293,65 @@ class GradientExchange:
             work.wait()
 
     def _buckets_of(self, numel: int, scattered: bool) -> tuple[_Bucket, ...]:
-        """Made once for a size of gradient and a way to go."""
+        """Made once for a size of gradient and a way to go.
+
+        No more have bytes of their own than are under way at once (``_overlap``): the rest take
+        them again, so that a large gradient costs no more memory than a few buckets.
+        """
         key = numel, scattered
         if key not in self._buckets:
-            step = self._bucket_share(numel // self._ranks) * (1 if scattered else self._ranks)
+            part = -(-numel // self._ranks)
+            step = bucket_share(part, self.config) * (1 if scattered else self._ranks)
             end = numel // self._ranks if scattered else numel
+            starts = range(0, end, step)
+            under_way = [
+                self._buffers(min(step, end), scattered)
+                for _ in starts[: _HOPS_SCATTERED if scattered else _HOPS]
+            ]
             self._buckets[key] = tuple(
-                self._bucket(start, min(step, end - start), scattered)
-                for start in range(0, end, step)
+                self._bucket(start, min(step, end - start), scattered, buffers)
+                for start, buffers in zip(starts, itertools.cycle(under_way), strict=False)
             )
         return self._buckets[key]
 
-    def _bucket_share(self, part: int) -> int:
-        """Elements of a bucket for each rank, out of ``part``; whole blocks, so that it cuts none.
-
-        What would be a single bucket is halved, so that something overlaps, unless the halves
-        were less than half a bucket.
-        """
-        largest = self.config.bucket
-        share = min(largest, max(part // 2, largest // 2))
-        return max(1, -(-share // self.config.block)) * self.config.block
-
-    def _bucket(self, start: int, numel: int, scattered: bool) -> _Bucket:
+    def _row(self, numel: int, scattered: bool) -> int:
+        """Bytes of one rank's share of a bucket: its blocks' payload and their scales."""
         block = self.config.block
         blocks = -(-numel // (block * (1 if scattered else self._ranks)))
-        shape = (self._ranks, blocks * (block + 1))
-        sent, received, gathered = (
-            torch.zeros(shape, dtype=torch.uint8, device=self._device) for _ in range(3)
-        )
+        return blocks * (block + 1)
+
+    def _buffers(self, numel: int, scattered: bool) -> tuple[Tensor, ...]:
+        """Room for what of a bucket is sent, received, gathered."""
+        size = self._ranks * self._row(numel, scattered)
+        sizes = (size, size, 0 if scattered else size)
+        return tuple(torch.zeros(n, dtype=torch.uint8, device=self._device) for n in sizes)
+
+    def _bucket(
+        self, start: int, numel: int, scattered: bool, buffers: Sequence[Tensor]
+    ) -> _Bucket:
+        row = self._row(numel, scattered)
+        sent, received, gathered = (buffer[: self._ranks * row].view(-1, row) for buffer in buffers)
         if scattered:
-            return _Bucket(start, numel, sent, received, gathered[:0], sent.new_empty(0))
-        before = min(numel, self._rank * blocks * block)
-        share = torch.zeros(
-            min(blocks * block, numel - before), dtype=torch.float32, device=self._device
-        )
-        return _Bucket(start, numel, sent, received, gathered, share)
+            return _Bucket(start, numel, sent, received, gathered, self._scratch[:0])
+        values = row // (self.config.block + 1) * self.config.block
+        mine = max(0, min(values, numel - self._rank * values))
+        if self._scratch.numel() < mine:
+            self._scratch = torch.empty(mine, dtype=torch.float32, device=self._device)
+        return _Bucket(start, numel, sent, received, gathered, self._scratch[:mine])
+
+
+def bucket_share(part: int, config: GradientExchangeConfig) -> int:
+    """Elements of a bucket for each rank, out of ``part``; whole blocks, so it cuts none. Pure.
+
+    As few buckets as ``config.bucket`` allows, as equal as they can be, since the least of them
+    takes the network's latency as well. What would be a single one is halved, so that something
+    overlaps, unless it is half of ``config.bucket`` or less.
+    """
+    most, blocks = max(1, config.bucket // config.block), -(-part // config.block)
+    buckets = -(-blocks // most)
+    if buckets == 1 and 2 * blocks > most:
+        buckets = 2
+    return -(-blocks // buckets) * config.block
 
 
 def take_statistics(exchanges: Sequence[GradientExchange]) -> dict[str, float]:

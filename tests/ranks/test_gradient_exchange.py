@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 
 import pytest
@@ -216,6 +217,55 @@ def test_error_feedback_makes_up_for_rounding_over_steps_and_is_state():
         return ((results[0][0].double() - exact).norm() / exact.norm()).item()
 
     assert error(True) < 0.75 * error(False)
+
+
+def in_buckets(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients and error feedback after some exchanges; first whole, then in many buckets."""
+    left = []
+    for bucket in (10**6, 200):
+        for scattered in (False, True):
+            subject = exchange(bucket=bucket, scattered=scattered)
+            # Two sizes in turn, so that neither finds the other's bytes.
+            residuals = {size: torch.zeros(size) for size in (4098, 1000 * world_size)}
+            for step in range(6):
+                for size, residual in residuals.items():
+                    flat = gradient("uneven", size + step, rank)[:size]
+                    subject.mean_(flat, residual=residual)
+                    left.append((flat, residual.clone()))
+    return left
+
+
+@by_world_size
+def test_error_feedback_has_the_same_bits_in_many_buckets(world_size):
+    for left in run_ranks(in_buckets, world_size):
+        half = len(left) // 2
+        for (mean, residual), (cut, residual_cut) in zip(left[:half], left[half:], strict=True):
+            assert residual.any()
+            assert torch.equal(bits(mean), bits(cut))
+            assert torch.equal(bits(residual), bits(residual_cut))
+
+
+def kept_bytes(rank: int, world_size: int) -> list[int]:
+    """What an exchange keeps for gradients of 10 and of 1000 buckets; whole, then scattered."""
+
+    def kept(scattered: bool, buckets: int) -> int:
+        subject = exchange(bucket=64, scattered=scattered)
+        before = _living_bytes()
+        subject.mean_(gradient("uneven", world_size * 64 * buckets, rank))
+        return _living_bytes() - before
+
+    return [kept(scattered, buckets) for scattered in (False, True) for buckets in (10, 1000)]
+
+
+def _living_bytes() -> int:
+    tensors = [t for t in gc.get_objects() if type(t) is Tensor]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+def test_a_large_gradient_takes_no_more_buffers_than_a_few_buckets_have():
+    for whole, much_whole, scattered, much_scattered in run_ranks(kept_bytes, 2):
+        assert 0 < much_whole == whole
+        assert 0 < much_scattered == scattered
 
 
 def reduced_amax(rank: int, world_size: int) -> list[Tensor]:
