@@ -5,7 +5,8 @@
 Promises: a user's code runs in a process of its own that is ended after ``TRIAL_S``, and sees no
 GPU; only what is wrong on every machine is a problem: a plan that breaks the contract, linears
 whose widths FP8 or the tensor ranks can't divide, an FP8 job none of whose linears would compute
-in FP8, and patterns that match nothing. Code that can't be run here is left to the ranks.
+in FP8, tensor ranks that share nothing, and patterns that match nothing. Code that can't be run
+here is left to the ranks.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def trial(spec: JobSpec) -> list[Finding]:
     from parallel.model_plan import parameter_name
     from parallel.precision.recipes import UnfitLinearError, unmatched_patterns
     from parallel.precision.scope import PrecisionScope
+    from parallel.tensor import is_sharded
 
     kept = spec.fp8.high_precision_layers
     scope = PrecisionScope(
@@ -98,6 +100,7 @@ def trial(spec: JobSpec) -> list[Finding]:
     except FactoryError as error:
         return [Finding(("model", "factory"), error.message, error.remedy)]
     parameters: list[str] = []
+    sharded = spec.parallelism.tensor == 1
     seen: set[str | None] = {None}
     with torch.device("meta"):
         for i, layer in enumerate(plan.layers):
@@ -110,11 +113,17 @@ def trial(spec: JobSpec) -> list[Finding]:
             except UnfitLinearError as error:
                 message = f"{layer.name} has a linear {error.linear!r}: {error.message}"
                 return [Finding(("model", "factory"), message, error.remedy)]
+            sharded |= any(map(is_sharded, module.parameters()))
             parameters += [
                 parameter_name(f"{i}.{n}", plan.layers) for n, _ in module.named_parameters()
             ]
     exchanged = spec.gradient_exchange.high_precision_parameters
     found = list(unmatched_parameters(exchanged, parameters))
+    if not sharded:
+        message = "none of the linears of the factory's model is shared by tensor ranks"
+        found.append(
+            Finding(("parallelism", "tensor"), message, "give scope.linear shard=, or make it 1")
+        )
     if spec.precision != "fp8":
         return found
     names = (*scope.layers, *scope.fixed_layers)

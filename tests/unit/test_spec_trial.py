@@ -92,6 +92,7 @@ def test_widths_that_tensor_ranks_can_not_share_are_refused() -> None:
     told = finding(spec(width=48, **(shared | _over(5))))
     assert "'layers.0.mlp.gate_up': 192 outputs over 5 tensor ranks" in told.message
     assert "parallelism.tensor" in told.remedy
+    assert not trial(spec(**(shared | {"precision": "bf16"})))
 
 
 def _over(ranks: int) -> dict[str, Any]:
@@ -130,6 +131,10 @@ def test_a_model_of_which_nothing_would_compute_in_fp8_is_refused(
     assert nothing in finding(spec(own, width=72)).message
     assert "keeps 2 in BF16" in finding(spec(own, names=("layers.*",))).message
     assert not trial(spec(own, names=("layers.1.*",)))
+    # Converted linears are whole on every tensor rank.
+    alone = finding(spec(own, **_over(2)))
+    assert alone.path == ("parallelism", "tensor")
+    assert alone.remedy == "give scope.linear shard=, or make it 1"
 
 
 def test_code_that_prints_or_can_not_run_here_is_left_to_the_ranks(
