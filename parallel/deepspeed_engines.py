@@ -223,6 +223,8 @@ def attach(engine: Any, hooks: StepHooks, tensor: TensorGroup | None) -> None:
             )
             for group, index, _ in optimizer.ipg_buckets[dtype].params
         ]
+        if not pieces:  # before a gradient that is larger than a bucket and comes first
+            return bucket
         mean = hooks.reduce(bucket, pieces)
         if optimizer.gradient_accumulation_dtype == optimizer.dtype:
             bucket.copy_(mean)

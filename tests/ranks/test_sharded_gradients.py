@@ -74,6 +74,26 @@ def test_every_micro_batch_is_sent_in_half_of_bf16s_bytes(ranks: Ranks) -> None:
         assert 1.3 * fp8["bytes"] < rank["cut"]["comm"]["bytes"] < 2.1 * fp8["bytes"]
 
 
+BF16: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}}
+SMALL: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 1_000}}
+"""Less than the head has, whose gradient comes first: DeepSpeed then reduces an empty bucket."""
+
+
+def large_first(rank: int, world_size: int) -> list[tuple[list[float], list[float]]]:
+    def losses(stage: int, deepspeed: dict[str, Any]) -> list[float]:
+        exact = {"communication_data_type": "fp32", "zero_stage": stage}
+        return train(world_size, 3, deepspeed=deepspeed, **exact)["losses"]
+
+    cases: tuple[tuple[int, dict[str, Any]], ...] = ((2, {}), (1, BF16))
+    return [(losses(stage, kind), losses(stage, kind | SMALL)) for stage, kind in cases]
+
+
+def test_parameters_larger_than_a_bucket_are_averaged_too() -> None:
+    for losses in run_ranks(large_first, 2):
+        for whole, small in losses:
+            assert small == pytest.approx(whole, rel=1e-3)
+
+
 def refused(rank: int, world_size: int) -> None:
     for options in ({"pipeline": 2}, {"tensor": 2}):
         with pytest.raises(ValueError, match="make it 1"):
