@@ -38,7 +38,10 @@ def exchange_numbers(comm: Mapping[str, float]) -> dict[str, float]:
 
 
 def mean_numbers(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over those of the steps that sent anything, each number's over those that have it."""
+    """Means over those of the steps that sent anything, each number's over those that have it.
+
+    Without ``wire_bits``, of which a mean says nothing.
+    """
     told = [numbers for comm in steps if (numbers := exchange_numbers(comm))]
-    names = dict.fromkeys(name for numbers in told for name in numbers)
+    names = dict.fromkeys(name for numbers in told for name in numbers if name != "wire_bits")
     return {name: fmean(n[name] for n in told if name in n) for name in names}

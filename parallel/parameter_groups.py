@@ -18,6 +18,7 @@ bytes, and every element of a norm matters. Of the first three those that the sp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ from parallel.model_plan import LayerPlan, parameter_name
 from parallel.parameter_names import is_matched
 from parallel.step_hooks import GradientGroup, goes_scattered
 from parallel.tensor import TensorGroup, is_sharded
+
+logger = logging.getLogger(__name__)
 
 MATRICES = ("matrices", "shared", "tied")
 HIGH_PRECISION = "high_precision_"
@@ -184,7 +187,23 @@ def gradient_groups(
         )
         made.take_dtype(dtype)
         result.append(made)
+    if ranks > 1:
+        logger.info("gradients of a step: %s", "; ".join(_told(group, config) for group in result))
     return tuple(result)
+
+
+def _told(group: GradientGroup, config: GradientExchangeConfig) -> str:
+    """What a group is exchanged in, for the log."""
+    dtype, numel = group.exchange.dtype, group.numel
+    told = f"{numel:,} of {group.name} in {dtype.upper()}"
+    if dtype == "fp8" and numel < config.min_size:
+        return (
+            f"{numel:,} of {group.name} in BF16 (gradient_exchange.min_size = {config.min_size:,})"
+        )
+    if dtype == "fp8":
+        feedback = ", error feedback" if group.residual is not None else ""
+        return f"{told} ({config.format}, blocks of {config.block}{feedback})"
+    return told
 
 
 def _owned(optimizer: Any, i: int, tensor: TensorGroup | None) -> tuple[Tensor, ...]:

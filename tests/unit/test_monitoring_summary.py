@@ -81,7 +81,7 @@ class TestSummary:
 
     def test_tells_what_the_gradient_exchange_came_to_a_step(self):
         comm = {"bytes": 1e6, "uncompressed_bytes": 2e6, "quantize_s": 0.1, "wire_s": 0.3}
-        again = {"bytes": 2e6, "uncompressed_bytes": 2e6, "relative_error": 0.02}
+        again = {"bytes": 2e6, "uncompressed_bytes": 2e6, "relative_error": 0.02, "wire_bits": 8.0}
         steps = [
             dataclasses.replace(record, comm=of)
             for record, of in zip(healthy_trace(3), (comm, again, {}), strict=True)
