@@ -11,8 +11,9 @@ from launch.commands import ExchangeReport
 from monitoring.wandb_run import _action_row
 from orchestrator.actions import Action
 from orchestrator.resume import standing
-from orchestrator.spec import JobSpec
+from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_completion import complete
+from orchestrator.spec_errors import Source
 from tests.unit.scripted_job import Bench
 from tests.unit.test_spec import problems_of, spec_with
 
@@ -28,6 +29,26 @@ def action(kind: str, exchange: str | None) -> Action:
 @pytest.mark.parametrize(("format", "limit"), [("e4m3", 0.04), ("e5m2", 0.08)])
 def test_the_limit_follows_from_the_format(format: str, limit: float) -> None:
     assert completed(gradient_exchange__format=format).detection.exchange_error == limit
+
+
+def test_a_word_that_is_none_is_refused_once_with_all_that_there_are() -> None:
+    (problem,) = problems_of(spec_with(communication_data_type="FP8")).values()
+    assert (problem.key, problem.value) == ("communication_data_type", "'FP8'")
+    assert problem.remedy == "did you mean 'fp8'?; one of auto, bf16, fp32, fp8"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_that_leave_nothing_for_fp8_are_refused_where_it_is_asked_for(
+    tied: bool,
+) -> None:
+    kept = {"gradient_exchange__high_precision_parameters": ["embedding.*", "layers.*", "head.*"]}
+    asked = {**kept, "model__tie_embeddings": tied}
+    (problem,) = problems_of(spec_with(**asked)).values()
+    assert problem.key == "gradient_exchange.high_precision_parameters"
+    assert problem.remedy == "keep fewer, or set communication_data_type: bf16"
+    for other in ("auto", "bf16"):
+        data = spec_with(**asked, communication_data_type=other)
+        spec_of(Source("job.yaml", data, {}), check_data=False)
 
 
 def test_a_limit_that_is_given_stays() -> None:
