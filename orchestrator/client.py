@@ -35,6 +35,12 @@ PATIENCE_S = 60.0
 RESTART_S = 10.0
 """Seconds that a controller whose host runs may take to answer again."""
 START_ONE = "start one with `octavo up`, or run a job alone: `octavo run`"
+TRY_AGAIN = "try again in a moment; if that doesn't help: `octavo down`, `octavo up`"
+LOOK_FIRST = (
+    "it may have taken the order all the same: look by `octavo list` before you repeat it; if that "
+    "gets no answer either: `octavo down`, `octavo up`"
+)
+"""Of an order that isn't known to have been heard, as a submission: repeated, it would be two."""
 
 
 class ClientError(Exception):
@@ -268,6 +274,7 @@ class Client:
                 detail = str(error) or type(error).__name__
                 # A question may be asked twice; an order only if nobody can have heard it.
                 lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+                unheard = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 again = isinstance(error, httpx.ConnectError) or (
                     lost and (repeatable or method == "GET")
                 )
@@ -276,7 +283,7 @@ class Client:
             if not again or time.monotonic() > deadline:
                 raise UnreachableError(
                     f"the controller at {self.url} doesn't answer, though its host runs: {detail}",
-                    "try again in a moment; if that doesn't help: `octavo down`, `octavo up`",
+                    TRY_AGAIN if method == "GET" or unheard else LOOK_FIRST,
                 )
             time.sleep(0.2)
             self._look_again()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import stat
 import subprocess
 import sys
@@ -292,6 +293,24 @@ def test_a_controller_that_stays_away_is_told_apart_from_one_that_was_never_star
     assert call(["list", "--home", str(tmp_path)]) == 3
     told = capsys.readouterr().err
     assert "though its host runs" in told and "start one" not in told
+
+
+def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.local.running_host", lambda _: object())
+    monkeypatch.setattr("orchestrator.client.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("orchestrator.client.RESTART_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        Home(tmp_path).write_server(Server(f"http://127.0.0.1:{port}", port, 0))
+        client = Client.of_home(Home(tmp_path))
+        with pytest.raises(UnreachableError) as order:
+            client.submit({}, "job.yaml")
+        with pytest.raises(UnreachableError) as question:
+            client.jobs()
+    assert "`octavo list` before you repeat it" in order.value.remedy
+    assert question.value.remedy.startswith("try again")
 
 
 def test_down_ends_jobs_after_their_checkpoint_and_says_how_each_goes_on(
