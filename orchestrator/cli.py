@@ -1,7 +1,7 @@
 """The ``octavo`` command.
 
 Exit codes: 0 succeeded, 100 job failed, 101 not finished, 102 not found, 103 cancelled, 104 a
-replay differs from what is stored;
+replay differs from what is stored, 1 a drill was not caught;
 2 usage or spec error, 3 controller unreachable, 130 interrupted, 143 terminated, 1 anything
 else. ``-o json`` on every command, for what it shows and for its errors. A job is named by
 its id, its name or a unique beginning.
@@ -242,6 +242,25 @@ def replay(
     from orchestrator.cli_replay import replay_job
 
     raise typer.Exit(replay_job(home_of(home), job, policy, output))
+
+
+@app.command()
+def drill(
+    spec: SpecArgument,
+    kinds: Annotated[
+        str,
+        typer.Option(help="Kinds of drills, with commas [default: all that it has a place for]."),
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps a run [default: as few as detection needs].")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Rehearse recovery on short copies of a job: what is caught, when, and what it costs."""
+    from orchestrator.cli_drill import rehearse
+
+    named = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    raise typer.Exit(rehearse(spec, named, steps, output))
 
 
 @app.command()

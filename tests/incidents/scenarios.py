@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from monitoring.records import Incident
+from orchestrator.resume import REPORT_LAG
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import complete
 from tests.incidents.local_ranks import Told
@@ -241,8 +242,8 @@ def wrongs(scenario: Scenario, found: Seen, undisturbed: float, spread: float) -
     wrong = []
     if found.incident.kind not in scenario.kinds:
         wrong.append(f"first seen as {found.incident.kind}: {found.incident.message}")
-    # A rank that dies does so in the step that is never reported.
-    early = -1 if scenario.name == "kill_rank" else 0
+    # A rank that dies takes along the records of the steps that it hadn't told yet.
+    early = -REPORT_LAG if scenario.name == "kill_rank" else 0
     if not early <= (found.delay or 0) <= scenario.delay:
         wrong.append(f"seen after {found.delay} steps, at most {scenario.delay} are allowed")
     if found.answers[0] not in scenario.answers:
