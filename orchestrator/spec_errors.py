@@ -284,6 +284,10 @@ def _finding(error: Any, model: type[BaseModel], data: Mapping[str, Any], what: 
         keys = ", ".join(sorted(_keys_at(model, path, data))[:6])
         hint = f"write {path[-1]}: {{…}}" + (f" with keys such as {keys}" if keys else "")
         return Finding(path, "must be a mapping", hint)
+    if kind in ("tuple_type", "list_type"):
+        # In quotes: an asterisk in front means something else in YAML.
+        inside = f'"{given}"' if isinstance(given, str) else "…"
+        return Finding(path, "must be a list", f"write {path[-1]}: [{inside}]")
     # Pydantic's own prefix to what a validator of ours says.
     told = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = told[:1].lower() + told[1:]
