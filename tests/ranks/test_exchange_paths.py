@@ -27,7 +27,8 @@ STEPS = {1: 24, 2: 50, 3: 50, 4: 50}
 BF16 = {"data_types": {"grad_accum_dtype": "bf16"}}
 CUT = {"zero_optimization": {"reduce_bucket_size": 10_000}}
 """Several buckets, none of which ends where a partition does."""
-FEEDBACK = GradientExchangeConfig(min_size=1024, error_feedback=True)
+FEEDBACK = GradientExchangeConfig(min_size=1024, bucket=4096, error_feedback=True)
+"""In several buckets of the exchange."""
 KEPT = FEEDBACK.model_copy(
     # On one stage of a pipeline alone, so that stages have different groups.
     update={"high_precision_parameters": ("embedding.weight", "layers.0.mlp.*")}
