@@ -44,7 +44,18 @@ The contract:
   the tensor degree changes the initial weights.
 - Nothing a layer does may depend on the rank. Dropout is replayed by a rollback like the rest.
 
-``parallel.precision.convert`` swaps the ``nn.Linear`` of an existing module for FP8 ones.
+A layer written with ``nn.Linear`` is converted where it is built::
+
+    from parallel.precision.convert import convert
+
+    def block(i):
+        module = MyBlock(width)
+        convert(module, scope, prefix=f"layers.{i}.")
+        return module
+
+Its linears then are the scope's like those that it made: they have statistics, orders may move
+them, ``high_precision_layers`` may name them. They are native on every device (``backend:
+native`` where Transformer Engine would be taken) and whole on every tensor rank.
 
 Promises: what is wrong with a factory is told with what to do, at submit already where making
 its model on the meta device shows it. Importing this needs no torch.

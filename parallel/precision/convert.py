@@ -2,6 +2,8 @@
 
 ::
 
+    from parallel.precision.convert import convert
+
     conversion = convert(model, FP8Config(recipe="current"), filter=lambda name, _: name != "head")
     for batch in batches:
         loss(model(batch)).backward()
