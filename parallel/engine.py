@@ -264,8 +264,8 @@ def build_engine(
     ``backend``: unset, the ranks agree on one by their devices (``parallel.precision.choice``).
     ``LOCAL_RANK`` must be set, and ``DS_ACCELERATOR=cpu`` on a machine without an accelerator.
     Raises ValueError for degrees that don't fit the world, for a model that tensor ranks can't
-    share, for ZeRO 3, for ZeRO 2 with what it doesn't go with, and for a ``deepspeed`` section
-    that contradicts the rest.
+    share, for ZeRO 3, for ZeRO 2 with what it doesn't go with, for FP8 without a linear that
+    computes in it, and for a ``deepspeed`` section that contradicts the rest.
     """
     degrees = _checked_degrees(parallelism)
     assert degrees.data is not None
@@ -343,9 +343,14 @@ def build_engine(
     everywhere = _of_all_ranks((*scope.layers, *scope.fixed_layers))
     if unmatched := recipes.unmatched_patterns(fp8.high_precision_layers, everywhere):
         raise ValueError("; ".join(unmatched))
+    switchable = _of_all_ranks(scope.layers)
+    if precision == "fp8" and not switchable:
+        raise ValueError(
+            "precision is fp8 and no linear of this model computes in FP8: make them with the "
+            "scope or convert them, leave fewer to fp8.high_precision_layers, or make it bf16"
+        )
     hooks = StepHooks(scope, groups, replicas, ranks.stage)
     deepspeed_engines.attach(engine, hooks, ranks.tensor)
-    switchable = _of_all_ranks(scope.layers)
     names = tuple(parameter_name(n, plan.layers) for n, _ in module.named_parameters())
     faults = Faults(
         module,

@@ -46,7 +46,7 @@ The contract:
 
 A layer written with ``nn.Linear`` is converted where it is built::
 
-    from parallel.precision.convert import convert
+    from parallel.precision import convert
 
     def block(i):
         module = MyBlock(width)

@@ -103,6 +103,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
             "model": OWN,
             "fp8": fp8_config("delayed", high_precision_layers={"names": ["layers.1.mxi"]}),
         },
+        "plain": {
+            "model": OWN,
+            "fp8": fp8_config("delayed", high_precision_layers={"names": ["layers.*"]}),
+        },
         "factory": {"model": OWN.model_copy(update={"factory": "tests.ranks.toy_model:nothing"})},
         "plan": {"model": OWN.model_copy(update={"factory": "tests.ranks.toy_model:Ends"})},
     }
@@ -120,5 +124,6 @@ def test_what_breaks_the_contract_is_refused_alike_on_every_rank() -> None:
     assert first == second
     assert "made 3 layers with transformer=True, model.num_layers is 2" in first["layers"]
     assert "did you mean 'layers.1.mix'" in first["pattern"]
+    assert "no linear of this model computes in FP8" in first["plain"]
     assert "has no nothing" in first["factory"]
     assert "can't be called" in first["plan"]

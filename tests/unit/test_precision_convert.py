@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.config import FP8Config, HighPrecisionLayers
-from parallel.precision.convert import Conversion, convert, scope_of
+from parallel.precision.conversion import Conversion, convert, scope_of
 from parallel.precision.linear import Float8Linear
 from parallel.precision.scope import PrecisionScope
 from tests.unit.precision_recipes import every_recipe, every_variant, fp8_config

@@ -11,7 +11,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
-from parallel.precision.convert import convert, scope_of
+from parallel.precision.conversion import convert, scope_of
 from parallel.precision.linear import Float8Linear, product
 from parallel.precision.operand_statistics import OperandStatistics
 from parallel.precision.quantizers import Factor

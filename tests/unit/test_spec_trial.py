@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 
+from orchestrator import spec_trial
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Finding, Problem, Source, SpecError
 from orchestrator.spec_trial import check_factory_model, trial
 from tests.unit.test_spec import GOOD
 
 TOY = "tests.ranks.toy_model:make"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial takes four seconds of processor time: on a busy machine more than its limit."""
+    monkeypatch.setattr(spec_trial, "TRIAL_S", 120.0)
 
 
 def spec(
@@ -103,7 +110,7 @@ FORGETFUL = """
 from functools import partial
 from torch import nn
 from parallel.model_plan import LayerPlan, ModelPlan
-from parallel.precision.convert import convert
+from parallel.precision import convert
 def make(*, options, seq_len, seed, scope):
     def block(i):
         module = nn.Sequential(nn.Linear(options["width"], options["width"]))

@@ -2,7 +2,7 @@
 
 ::
 
-    from parallel.precision.convert import convert
+    from parallel.precision import convert
 
     conversion = convert(model, FP8Config(recipe="current"), filter=lambda name, _: name != "head")
     for batch in batches:
