@@ -105,6 +105,8 @@ def wandb_folders(folder: Path) -> list[Path]:
 def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_short(part)}" for name, part in value.items()) or "none"
     if isinstance(value, list):
         if value and all(isinstance(v, dict) for v in value):
             return f"{len(value)}" + "".join(f"\n    - {_row(v)}" for v in value)

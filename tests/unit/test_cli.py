@@ -358,9 +358,13 @@ def test_the_closing_words_name_every_folder_of_the_wandb_run_and_one_command(
     for run in runs:
         run.mkdir(parents=True)
         (run / "run-toy.wandb").touch()
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"comm": {"bytes": 296816.0, "ratio": 1.976}})
+    )
     job = {"id": "toy-1", "state": "cancelled", "reason": "asked", "job_dir": str(tmp_path)}
     conclude(job, Output.table, sys.stdout, tmp_path / "controller", 2)
     told = capsys.readouterr().out
+    assert "bytes 2.968e+05, ratio 1.976\n" in told
     assert f"wandb sync {runs[0]} {runs[1]}" in told
     assert f"octavo up --slots 2 --home {tmp_path}/controller" in told
     assert f"octavo resume toy-1 --home {tmp_path}/controller" in told
