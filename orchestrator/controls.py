@@ -20,10 +20,9 @@ from orchestrator.evidence import fp8_now, kept_by_hand, spans
 from orchestrator.lifecycle import JobState
 from orchestrator.rungs import drafted
 from orchestrator.spec import JobSpec
-from orchestrator.spec_checks import linear_names
 from orchestrator.spec_errors import nearest
 from parallel.config import ExchangeDtype, Precision
-from parallel.precision.recipes import is_high_precision
+from parallel.precision.recipes import is_high_precision, linear_names
 
 ControlKind = Literal["rollback", "precision", "exchange", "pause"]
 ControlState = Literal["accepted", "applied", "refused"]

@@ -26,6 +26,7 @@ from launch.commands import SnapshotReport
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action, History
 from orchestrator.config import RecoveryConfig
+from orchestrator.detector_bank import new_bank
 from orchestrator.evidence import LOST_RANK
 from orchestrator.job_facts import JobFacts
 from orchestrator.job_trace import Begun, JobTrace
@@ -35,7 +36,6 @@ from orchestrator.recovery import decide, exchange_to_fp8, return_to_fp8
 from orchestrator.resume import standing
 from orchestrator.snapshot_book import SnapshotBook
 from orchestrator.spec import JobSpec
-from orchestrator.supervision import new_bank
 
 ASSUMPTION = (
     "From here on the records are of a course that this policy would not have taken. They are "

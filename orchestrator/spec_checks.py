@@ -35,10 +35,7 @@ from orchestrator.spec_shapes import (
     check_tensor_slots,
 )
 from parallel.parameter_names import built_in_names, is_matched
-from parallel.precision.recipes import is_high_precision
-
-LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
-"""The FP8 linears of one transformer layer, by the names of ``parallel.transformer``."""
+from parallel.precision.recipes import is_high_precision, linear_names
 
 ZERO_STAGE: KeyPath = ("parallelism", "zero_stage")
 
@@ -93,11 +90,6 @@ def offered(finding: Finding) -> Finding:
     if finding.path == ZERO_STAGE:
         return replace(finding, message="is not offered", remedy="make it 0, 1 or 2")
     return finding
-
-
-def linear_names(num_layers: int) -> list[str]:
-    """All linears of a model, as ``layers.3.mlp.down``."""
-    return [f"layers.{i}.{name}" for i in range(num_layers) for name in LINEARS]
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 from launch.commands import (
@@ -32,8 +32,6 @@ from launch.commands import (
 )
 from launch.rank_group import RankEnd, RankGroup
 from launch.snapshots import SnapshotError
-from monitoring.amax import TensorScaling
-from monitoring.detectors import DetectorBank
 from monitoring.records import Incident, StepRecord
 from orchestrator import notices
 from orchestrator.actions import Action
@@ -42,6 +40,8 @@ from orchestrator.attempt_state import AttemptState
 from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.control_room import ControlRoom
 from orchestrator.controls import Control
+from orchestrator.detector_bank import bank_of, new_bank
+from orchestrator.ending import Ending, unsaved, why_no_checkpoint
 from orchestrator.evidence import LOST_RANK
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
@@ -52,7 +52,6 @@ from orchestrator.protocol import ControllerPort, FencedError, JobHistory, Resum
 from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
 from orchestrator.restore import choose, on_living_branch, points_in_memory
 from orchestrator.rungs import drafted
-from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import backend_of
 from orchestrator.way_back import joined, left_open
 
@@ -82,18 +81,6 @@ class Phase(Enum):
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How the job is to end once its ranks have."""
-
-    state: JobState
-    cause: Cause
-    message: str
-    deadline: float
-    control: Control | None = None
-    """The pause that a person asked for."""
-
-
 class Supervision:
     """One job from one ``ResumeState`` to its end, over as many attempts as that takes."""
 
@@ -119,7 +106,7 @@ class Supervision:
         self._journal = Journal(resume, outbox, run_log, history)
         num_to_keep = resume.spec.checkpoint.num_to_keep
         self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world)
-        self._bank = _bank(resume)
+        self._bank = bank_of(resume)
         self._refused: set[RestorePoint] = set()
         self._way_back = left_open(resume)
         self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
@@ -451,25 +438,12 @@ class Supervision:
             gap = notices.unrecorded(newest + 1, self._spec.training.steps - 1)
             self._journal.happened(gap, now)
             done = f"{done} {gap.message}"
-        if lost := self._unsaved(ended):
+        steps = self._spec.training.steps
+        if lost := unsaved(ended, self._shelf, steps, self._attempt.resume.job):
             # The weights are what the job was for.
             self._finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
         else:
             self._finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
-
-    def _unsaved(self, ended: Sequence[RankEnd]) -> str:
-        """Why the last state is not on disk, and where to go on from; empty when it is."""
-        reasons = [end.result.detail for end in ended if end.result and end.result.detail]
-        if self._shelf.failed is not None and self._shelf.failed[0] == self._spec.training.steps:
-            reasons.append(self._shelf.failed[1])
-        if not reasons:
-            return ""
-        newest = max((point.step for point in self._shelf.points()), default=None)
-        way = "from the start" if newest is None else f"from the checkpoint of step {newest}"
-        return (
-            f"But the last state is not on disk: {reasons[0].rstrip('.')}. Make room or mend the "
-            f"path; `octavo resume {self._attempt.resume.job}` then goes on {way}."
-        )
 
     def _failed(self, now: float) -> bool:
         """Whether ranks have failed: the attempt is over, or about to be."""
@@ -533,7 +507,9 @@ class Supervision:
                 self._complete(ended, now)
                 return
             if self._stop_reason is None and not self._all_on_disk():
-                self._go_on_instead(ending.control, note or self._why_unsaved(ended), now)
+                self._go_on_instead(
+                    ending.control, note or why_no_checkpoint(ended, self._shelf), now
+                )
                 return
         self._finish(now, ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
 
@@ -548,12 +524,6 @@ class Supervision:
         self.take_in(replace(action, in_place=False, asked=control.asked), now)
         self._ending = None
         self.next_attempt(reason, now)
-
-    def _why_unsaved(self, ended: Sequence[RankEnd]) -> str:
-        """Why a stop left no checkpoint."""
-        told = [end.result.detail for end in ended if end.result and end.result.detail]
-        failed = [self._shelf.failed[1]] if self._shelf.failed else []
-        return (failed + [t for t in told if t.startswith("no checkpoint")] + ["no checkpoint"])[0]
 
     def _drained(self, ended: Sequence[RankEnd], now: float) -> bool:
         """Whether all that the ended ranks had to report is here, or won't come any more."""
@@ -578,27 +548,3 @@ def _is_about(end: RankEnd, point: RestorePoint) -> bool:
     """Whether a rank ended because it could not load what the attempt starts from."""
     error = end.cause
     return isinstance(error, SnapshotError) and (error.step, error.tier) == (point.step, point.tier)
-
-
-def new_bank(spec: JobSpec) -> DetectorBank:
-    """Detectors that have seen nothing."""
-    fp8 = spec.fp8
-    scaling = TensorScaling(
-        recipe=fp8.recipe,
-        fp8_format=fp8.format or "HYBRID",
-        margin=fp8.margin or 0,
-        history=fp8.amax_history_len or 1,
-    )
-    return DetectorBank(spec.detection, scaling=scaling, save_every=spec.snapshots.every)
-
-
-def _bank(resume: ResumeState) -> DetectorBank:
-    """The detectors where an earlier supervisor left them; anew if that can't be read."""
-    bank = new_bank(resume.spec)
-    if resume.detector_state is not None:
-        try:
-            bank.load_state_dict(resume.detector_state)
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("detectors start anew, their stored state is unreadable: %r", error)
-            bank = new_bank(resume.spec)
-    return bank

@@ -143,14 +143,9 @@ class AmaxSaturation(Detector[SaturationState]):
         onset = int(state.moved_since[hits].min())
         worst = int(hits[np.argmax(pct[hits])])
         lead = suspects[0]
-        return Incident(
-            kind="amax_saturation",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=onset,
-            time=record.time,
             message=(
                 f"{len(hits)} of {len(state.names)} tensors saturated in step {record.step}: "
                 f"{state.names[worst]} had {pct[worst]:.1f} % of its values clamped (limit "

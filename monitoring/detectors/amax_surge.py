@@ -15,11 +15,9 @@ It also keeps who has moved by an octave and since when, for incidents that see 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from monitoring.detectors.base import Detector, register
+from monitoring.detectors.base import RowsDetector, register
 from monitoring.detectors.tensors import (
     Bools,
     Floats,
@@ -51,19 +49,11 @@ a row; first step of the present stretch of values that stay out; 1 where it has
 
 
 @register
-class AmaxSurge(Detector[TensorRows]):
+class AmaxSurge(RowsDetector):
     """Fires when an input's or a weight's amax is far above its own history."""
 
     name = "amax_surge"
-
-    def initial(self) -> TensorRows:
-        return TensorRows.nothing(len(FIELDS))
-
-    def dump(self, state: TensorRows) -> Any:
-        return state.dump()
-
-    def load(self, row: Any) -> TensorRows:
-        return TensorRows.load(row, len(FIELDS))
+    fields = FIELDS
 
     def observe(self, state: TensorRows, record: StepRecord) -> tuple[TensorRows, list[Incident]]:
         if not record.tensors or record.skipped:
@@ -135,14 +125,9 @@ class AmaxSurge(Detector[TensorRows]):
         }
         found = suspects(table.names, moved, since, rise, evidence)
         onset = int(since[hits].min())
-        return Incident(
-            kind="amax_surge",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=onset,
-            time=record.time,
             message=(
                 f"{table.names[worst]} reached {table.amax[worst]:.3g} in step {record.step}, "
                 f"{rise[worst]:.1f} octaves above its usual {usual:.3g} and {sigmas[worst]:.0f} "

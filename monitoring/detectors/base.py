@@ -14,11 +14,13 @@ A new detector is a new file with a class marked ``@register``, imported in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from monitoring.amax import TensorScaling
 from monitoring.config import DetectionConfig
-from monitoring.records import Incident, StepRecord, Suspect
+from monitoring.detectors.tensors import TensorRows
+from monitoring.records import Incident, IncidentKind, StepRecord, Suspect
 
 State = TypeVar("State")
 
@@ -26,8 +28,8 @@ State = TypeVar("State")
 class Detector(ABC, Generic[State]):
     """Looks for one kind of trouble."""
 
-    name: ClassVar[str]
-    """Word in ``Incident.detector`` and in stored states."""
+    name: ClassVar[IncidentKind]
+    """Kind of its incidents, and its word in ``Incident.detector`` and in stored states."""
 
     def __init__(self, config: DetectionConfig, scaling: TensorScaling | None = None) -> None:
         """``scaling``: unset, what a spec's ``fp8`` section is by default."""
@@ -50,6 +52,31 @@ class Detector(ABC, Generic[State]):
     def load(self, row: Any) -> State:
         """The inverse of ``dump``."""
 
+    def incident(
+        self,
+        record: StepRecord,
+        *,
+        onset_step: int,
+        message: str,
+        evidence: Mapping[str, float],
+        suspects: tuple[Suspect, ...] = (),
+        ranks: tuple[int, ...] = (),
+    ) -> Incident:
+        """What ``record`` showed; the rest as ``Incident`` has it."""
+        return Incident(
+            kind=self.name,
+            detector=self.name,
+            attempt=record.attempt,
+            timeline=record.timeline,
+            step=record.step,
+            onset_step=onset_step,
+            time=record.time,
+            message=message,
+            evidence=evidence,
+            suspects=suspects,
+            ranks=ranks,
+        )
+
     def counts_while_settling(self, incident: Incident) -> bool:
         """Whether an incident is reported within a settling window (spikes are not)."""
         return False
@@ -61,6 +88,22 @@ class Detector(ABC, Generic[State]):
         to look.
         """
         return ()
+
+
+class RowsDetector(Detector[TensorRows]):
+    """One whose state is some numbers of each tensor."""
+
+    fields: ClassVar[tuple[str, ...]]
+    """What is kept of each."""
+
+    def initial(self) -> TensorRows:
+        return TensorRows.nothing(len(self.fields))
+
+    def dump(self, state: TensorRows) -> Any:
+        return state.dump()
+
+    def load(self, row: Any) -> TensorRows:
+        return TensorRows.load(row, len(self.fields))
 
 
 DETECTORS: dict[str, type[Detector[Any]]] = {}

@@ -68,15 +68,10 @@ class ExchangeError(Detector[CoarseSteps]):
     ) -> Incident:
         error = sum(error for _, error in steps) / len(steps)
         window = self.config.exchange_error_window
-        return Incident(
-            kind="exchange_error",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             # Nothing is bad from before: gradients were rounded, and nothing is undone.
             onset_step=record.step,
-            time=record.time,
             message=(
                 f"The FP8 exchange took {100 * error:.2g} % of the gradients' norm by rounding in "
                 f"{len(steps)} of the last {window} steps, step {record.step} the newest "

@@ -137,15 +137,10 @@ class FrozenScale(Detector[ScaleState]):
             else f"leaves {-over[worst]:.1f} octaves unused that no amax of two histories "
             f"({2 * self.scaling.history} steps) called for"
         )
-        return Incident(
-            kind="frozen_scale",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             # Numbers were scaled wrongly from here on; while a stale scale only wastes range.
             onset_step=int(np.nanmin(since[hits])) if frozen[hits].any() else record.step,
-            time=record.time,
             message=(
                 f"The delayed scale of {table.names[worst]}, {table.scale[worst]:.4g}, {what} "
                 f"(since step {begin[worst]:.0f}; amax {table.amax[worst]:.3g} in step "

@@ -76,14 +76,9 @@ class GradNormSpike(Detector[NormState]):
 
     def _incident(self, record: StepRecord, ratio: float, sigmas: float, since: int) -> Incident:
         norm, usual = record.grad_norm, record.grad_norm / ratio
-        return Incident(
-            kind="grad_norm_spike",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=since,
-            time=record.time,
             message=(
                 f"Gradient norm {norm:.3g} in step {record.step}, {ratio:.1f} times its trend "
                 f"of {usual:.3g} and {sigmas:.0f} robust deviations out "

@@ -74,14 +74,9 @@ class LossSpike(Detector[LossState]):
 
     def _incident(self, record: StepRecord, trend: float, sigmas: float, since: int) -> Incident:
         rise = record.loss / trend - 1.0
-        return Incident(
-            kind="loss_spike",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=since,
-            time=record.time,
             message=(
                 f"Loss {record.loss:.3f} in step {record.step}, {100 * rise:.0f} % above its "
                 f"trend of {trend:.3f} and {sigmas:.0f} robust deviations out "

@@ -39,14 +39,9 @@ class NonFinite(Detector[None]):
         finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
         if finite and not record.skipped and not record.nonfinite_ranks:
             return None, []
-        incident = Incident(
-            kind="nonfinite",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        incident = self.incident(
+            record,
             onset_step=record.step,
-            time=record.time,
             message=_message(record),
             evidence={
                 "loss": record.loss,

@@ -141,14 +141,9 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         involved = hits | (growing & (rise >= self.config.overflow_rise / 2))
         found = suspects(table.names, involved, began, risen, evidence)
         worst = int(np.argmin(np.where(hits, left, np.inf)))
-        return Incident(
-            kind="projected_overflow",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=int(np.nanmin(began[hits])),
-            time=record.time,
             message=(
                 f"{table.names[worst]} grows by {slope[worst]:.2f} octaves a step, "
                 f"{risen[worst]:.1f} so far in step {record.step}: in {left[worst]:.0f} steps it "

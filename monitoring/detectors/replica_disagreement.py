@@ -61,14 +61,9 @@ class ReplicaDisagreement(Detector[GoodUntil]):
             if found.outvoted
             else f"{subject}, and which of them is right can't be told"
         )
-        return Incident(
-            kind="replica_disagreement",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=onset,
-            time=record.time,
             message=(
                 f"Before step {record.step} the replicas' parameters were not the same: {who} in "
                 f"{which}; they were last seen to be the same before step {onset}."

@@ -149,14 +149,9 @@ class SlowDivergence(Detector[SlowState]):
     def _incident(
         self, record: StepRecord, onset: int, message: str, evidence: dict[str, float]
     ) -> Incident:
-        return Incident(
-            kind="slow_divergence",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        return self.incident(
+            record,
             onset_step=onset,
-            time=record.time,
             message=message,
             evidence={"loss": record.loss, **evidence},
         )

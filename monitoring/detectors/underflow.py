@@ -11,11 +11,9 @@ left yet.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from monitoring.detectors.base import Detector, register
+from monitoring.detectors.base import RowsDetector, register
 from monitoring.detectors.tensors import TensorRows, or_zero, since_when, suspects, table_of
 from monitoring.records import Incident, StepRecord
 
@@ -25,19 +23,11 @@ the first of them."""
 
 
 @register
-class Underflow(Detector[TensorRows]):
+class Underflow(RowsDetector):
     """Fires when a tensor loses many more values to zero than it used to."""
 
     name = "underflow"
-
-    def initial(self) -> TensorRows:
-        return TensorRows.nothing(len(FIELDS))
-
-    def dump(self, state: TensorRows) -> Any:
-        return state.dump()
-
-    def load(self, row: Any) -> TensorRows:
-        return TensorRows.load(row, len(FIELDS))
+    fields = FIELDS
 
     def observe(self, state: TensorRows, record: StepRecord) -> tuple[TensorRows, list[Incident]]:
         if not record.tensors or record.skipped:
@@ -65,14 +55,9 @@ class Underflow(Detector[TensorRows]):
         evidence = {"underflow_pct": table.underflow_pct, "usual_pct": usual, "amax": table.amax}
         found = suspects(table.names, lost, since, more, evidence)
         worst = int(np.argmax(np.where(hits, more, -np.inf)))
-        incident = Incident(
-            kind="underflow",
-            detector=self.name,
-            attempt=record.attempt,
-            timeline=record.timeline,
-            step=record.step,
+        incident = self.incident(
+            record,
             onset_step=int(since[hits].min()),
-            time=record.time,
             message=(
                 f"{table.names[worst]} had {table.underflow_pct[worst]:.1f} % of its values "
                 f"flushed to zero in step {record.step}, where {usual[worst]:.1f} % is usual "

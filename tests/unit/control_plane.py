@@ -95,6 +95,10 @@ class FakeSupervisors:
         self.done.discard(job)
 
 
+TOKEN = "correct-horse"
+"""Of the fixture ``api``."""
+
+
 class ControlPlane:
     """A controller with stand-ins and a clock that a test moves."""
 

@@ -398,3 +398,7 @@ class Bench:
 
     def close(self) -> None:
         self.supervision.close()
+
+
+Make = Callable[..., Bench]
+"""The fixture ``bench``: makes a job, and ends it after the test."""

@@ -10,28 +10,12 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.api import create_app, read_log
+from orchestrator.api import read_log
 from orchestrator.api_guard import BODY_LIMIT
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import EventDraft, SupervisorBatch
-from tests.unit.control_plane import ControlPlane
+from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.test_store import step
-
-TOKEN = "correct-horse"
-
-
-@pytest.fixture
-def plane(tmp_path: Path) -> ControlPlane:
-    return ControlPlane(tmp_path, 4)
-
-
-@pytest.fixture
-def api(plane: ControlPlane) -> Iterator[TestClient]:
-    app = create_app(plane.controller, TOKEN)
-    # As the real server does: an exception becomes an answer, not a crash of the client.
-    with TestClient(app, raise_server_exceptions=False) as client:
-        client.headers["Authorization"] = f"Bearer {TOKEN}"
-        yield client
 
 
 def spec(**changes: object) -> dict[str, object]:

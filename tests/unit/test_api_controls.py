@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.actions import Action
-from orchestrator.api import create_app
 from orchestrator.cli import call
 from orchestrator.cli_control import batches_of
 from orchestrator.cli_show import CommandError
@@ -22,23 +19,7 @@ from orchestrator.home import Home
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
-from tests.unit.test_cli import home as home
 from tests.unit.test_store import step
-
-TOKEN = "correct-horse"
-
-
-@pytest.fixture
-def plane(tmp_path: Path) -> ControlPlane:
-    return ControlPlane(tmp_path, 4)
-
-
-@pytest.fixture
-def api(plane: ControlPlane) -> Iterator[TestClient]:
-    app = create_app(plane.controller, TOKEN)
-    with TestClient(app, raise_server_exceptions=False) as client:
-        client.headers["Authorization"] = f"Bearer {TOKEN}"
-        yield client
 
 
 def running(plane: ControlPlane, newest: int = 30) -> str:

@@ -9,17 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 import yaml
 
-from orchestrator.api import create_app, job_json
+from orchestrator.api import job_json
 from orchestrator.cli import call
 from orchestrator.cli_close import conclude, could_go_on
 from orchestrator.cli_show import Output, print_jobs
@@ -29,35 +27,6 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import step
-
-
-@pytest.fixture
-def plane(tmp_path: Path) -> ControlPlane:
-    return ControlPlane(tmp_path, 4)
-
-
-@pytest.fixture
-def home(tmp_path: Path, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
-    """A home whose controller answers on a real port."""
-    home = Home(tmp_path / "home")
-    home.create()
-    token = home.token(create=True)
-    assert token
-    settings = uvicorn.Config(
-        create_app(plane.controller, token), port=0, log_config=None, lifespan="off"
-    )
-    server = uvicorn.Server(settings)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.02)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    home.write_server(Server(f"http://127.0.0.1:{port}", port, 0))
-    monkeypatch.setenv("OCTAVO_HOME", str(home.path))
-    monkeypatch.delenv("OCTAVO_URL", raising=False)
-    yield home
-    server.should_exit = True
-    thread.join(5)
 
 
 def job_file(folder: Path, **changes: Any) -> str:

@@ -18,11 +18,6 @@ from orchestrator.supervisors import LastWords
 from tests.unit.control_plane import ControlPlane
 
 
-@pytest.fixture
-def plane(tmp_path: Path) -> ControlPlane:
-    return ControlPlane(tmp_path, 4)
-
-
 def report(plane: ControlPlane, job: str, state: JobState, cause: Cause, sequence: int = 1) -> None:
     attempt = plane.store.job(job).attempt
     batch = SupervisorBatch(sequence, transition=(state, cause))

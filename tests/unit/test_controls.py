@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +27,7 @@ from orchestrator.lifecycle import JobState
 from orchestrator.recovery import decide, exchange_to_fp8, return_to_fp8
 from orchestrator.supervision import STOP_S, Phase
 from tests.unit.scripted_job import LAYERS as SCRIPTED_LAYERS
-from tests.unit.scripted_job import Bench, Script, spec
+from tests.unit.scripted_job import Bench, Make, Script, spec
 from tests.unit.test_recovery import DOWN, LAYERS, history, incident
 
 GROUNDS = Grounds(points=(0, 20), fixed_layers=("layers.9.mlp.down",), runs_fp8=True, steps=100)
@@ -249,21 +247,6 @@ def test_a_pause_is_done_when_the_job_is_paused_and_nothing_else_is() -> None:
 
 
 # Through the supervisor.
-
-Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def make(script: Script | None = None, **sections: Any) -> Bench:
-        made.append(Bench(tmp_path, script, **sections))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def answers(job: Bench) -> dict[str, tuple[str, str, int]]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from launch.config import TrainingConfig
 from orchestrator.spec import JobSpec, load_spec, parse_spec, spec_data, spec_of, spec_yaml
-from orchestrator.spec_checks import LINEARS
 from orchestrator.spec_completion import BatchRefusedError, batch_numbers, complete
 from orchestrator.spec_errors import Problem, Source, SpecError, read_yaml
 
@@ -404,10 +403,6 @@ def test_zero_2_is_offered_without_pipeline_stages() -> None:
     data = spec_with(parallelism__zero_stage=2, parallelism__pipeline=1)
     spec = spec_of(Source("job.yaml", data, {}), check_data=False)
     assert spec.parallelism.zero_stage == 2
-
-
-def test_linear_names_are_those_of_the_model() -> None:
-    assert LINEARS == ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 
 
 @pytest.mark.parametrize(

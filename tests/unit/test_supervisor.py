@@ -6,7 +6,6 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,22 +32,7 @@ from orchestrator.lifecycle import JobState
 from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.supervision import BLAME_S, STOP_S, Phase
 from orchestrator.supervisors import LastWords
-from tests.unit.scripted_job import LAYERS, WORLD, Bench, Script
-
-Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def make(script: Script | None = None, **sections: Any) -> Bench:
-        made.append(Bench(tmp_path, script, **sections))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
 
 
 def saturates_from(step: int, layer: str = LAYERS[1]) -> Script:

@@ -1,0 +1,50 @@
+"""How a job ends once its ranks have, and what is told where its state isn't on disk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.rank_group import RankEnd
+from orchestrator.checkpoint_shelf import CheckpointShelf
+from orchestrator.controls import Control
+from orchestrator.lifecycle import Cause, JobState
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the job is to end once its ranks have."""
+
+    state: JobState
+    cause: Cause
+    message: str
+    deadline: float
+    control: Control | None = None
+    """The pause that a person asked for."""
+
+
+def unsaved(ended: Sequence[RankEnd], shelf: CheckpointShelf, steps: int, job: str) -> str:
+    """Why the state after the last of ``steps`` is not on disk, and where to go on from; empty
+    when it is."""
+    reasons = _details(ended)
+    if shelf.failed is not None and shelf.failed[0] == steps:
+        reasons.append(shelf.failed[1])
+    if not reasons:
+        return ""
+    newest = max((point.step for point in shelf.points()), default=None)
+    way = "from the start" if newest is None else f"from the checkpoint of step {newest}"
+    return (
+        f"But the last state is not on disk: {reasons[0].rstrip('.')}. Make room or mend the "
+        f"path; `octavo resume {job}` then goes on {way}."
+    )
+
+
+def why_no_checkpoint(ended: Sequence[RankEnd], shelf: CheckpointShelf) -> str:
+    """Why a stop left none."""
+    failed = [shelf.failed[1]] if shelf.failed else []
+    told = [detail for detail in _details(ended) if detail.startswith("no checkpoint")]
+    return (failed + told + ["no checkpoint"])[0]
+
+
+def _details(ended: Sequence[RankEnd]) -> list[str]:
+    return [end.result.detail for end in ended if end.result and end.result.detail]
