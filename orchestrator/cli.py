@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator import cli_control
+from orchestrator import cli_control, cli_plan
 from orchestrator.cli_options import (
     HomeOption,
     JobArgument,
@@ -26,6 +26,7 @@ from orchestrator.cli_options import (
     home_of,
     user,
 )
+from orchestrator.cli_plan import show_plan
 from orchestrator.cli_show import (
     INTERRUPTED,
     NOT_FOUND,
@@ -96,28 +97,14 @@ def submit(
     home: HomeOption = None,
 ) -> None:
     """Hand a job to the controller."""
+    if dry_run:
+        show_plan(spec, output)
+        return
     from orchestrator.client import URL_VARIABLE
-    from orchestrator.spec import load_spec, spec_data, spec_yaml
-    from orchestrator.spec_backend import backend_of
+    from orchestrator.spec import load_spec, spec_data
 
     # A controller elsewhere looks at the data itself: it is there that they must be.
-    checked = load_spec(spec, check_data=dry_run or URL_VARIABLE not in os.environ)
-    if dry_run:
-        from orchestrator.spec_storage import check_storage
-        from orchestrator.spec_trial import check_factory_model
-
-        # A controller elsewhere has folders of its own.
-        if checked.checkpoint.storage_path is not None and URL_VARIABLE not in os.environ:
-            check_storage(checked.checkpoint.storage_path, str(spec))
-        check_factory_model(checked, str(spec))
-        backend = f"linears: {backend_of(checked)}"
-        if output is Output.json:
-            print_json(spec_data(checked))
-            print(backend, file=sys.stderr)
-        else:
-            # As a comment: the output is a job file.
-            sys.stdout.write(f"# {backend}\n{spec_yaml(checked)}")
-        return
+    checked = load_spec(spec, check_data=URL_VARIABLE not in os.environ)
     job = client_of(home).submit(spec_data(checked), str(spec))
     if output is Output.json:
         print_json(job)
@@ -315,6 +302,7 @@ def down(output: OutputOption = Output.table, home: HomeOption = None) -> None:
 
 
 cli_control.register(app)
+cli_plan.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -81,9 +81,12 @@ class TestRefusedAtSubmit:
 
 
 class TestForetold:
-    def test_a_dry_run_prints_it_as_a_comment_of_the_job_file(self, tmp_path, capsys):
+    def test_a_plan_and_a_dry_run_print_it_as_a_comment_of_the_job_file(self, tmp_path, capsys):
+        assert call(["plan", job_file(tmp_path)]) == 0
+        plan = capsys.readouterr().out
         assert call(["submit", "--dry-run", job_file(tmp_path)]) == 0
         out = capsys.readouterr().out
+        assert plan == out
         assert out.startswith("# linears: native: Transformer Engine needs a CUDA device")
         assert spec_yaml(parse_spec(out, "again", check_data=False)) == out.partition("\n")[2]
 
