@@ -36,6 +36,9 @@ class RecoveryConfig(_Section):
     """Left-out updates in a row after which the state is suspected, not the batch."""
     max_rollbacks: int = Field(10, ge=0)
     """Rollbacks that only skip batches."""
+    max_consecutive_rollbacks: int = Field(3, ge=1)
+    """Such rollbacks in a row, each within ``horizon`` of the one before, after which the state is
+    suspected, not the batches. With 2 and 4 batches more than were bad, three reach over 9."""
     max_layer_fallbacks: int = Field(10, ge=0)
     """Times that suspect layers are moved to BF16, with a rollback or before one is needed."""
     max_exchange_fallbacks: int = Field(2, ge=0)

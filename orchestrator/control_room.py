@@ -133,7 +133,8 @@ class ControlRoom:
             action = decided
         elif control.kind != "pause" and action.kind != "exchange_auto":
             # It is in force since the attempt that was started after it.
-            self._in_force(control, step, now)
+            restore = self._floor.attempt.restore
+            self._in_force(control, restore.step if restore else 0, now)
             return
         match action.kind:
             case "pause":

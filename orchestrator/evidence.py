@@ -5,10 +5,12 @@ Promises: everything is counted from stored actions and records; nothing here de
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from monitoring.records import Incident, IncidentKind
+from monitoring.records import Incident, IncidentKind, Suspect
 from orchestrator.actions import Action, ActionKind, History, Restorable
 from orchestrator.config import RecoveryConfig
 
@@ -22,6 +24,8 @@ EXCHANGE: frozenset[IncidentKind] = frozenset({"exchange_error"})
 SATURATION: frozenset[IncidentKind] = frozenset({"amax_saturation", "amax_surge"})
 EARLY: frozenset[IncidentKind] = frozenset({"projected_overflow", "underflow", "frozen_scale"})
 """FP8 fits a layer badly, or soon will; the state that training is in is still good."""
+LEAPS: frozenset[IncidentKind] = frozenset({"loss_spike", "grad_norm_spike"})
+"""What one bad batch shows as."""
 CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
 """What a rank holds is not what was computed; no remedy of training cures that."""
 
@@ -91,6 +95,30 @@ def earlier_answer(
     return None
 
 
+def rollbacks_in_a_row(
+    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+) -> tuple[Action, ...]:
+    """The rollbacks, each within the horizon of the one after it, that answered the same trouble
+    by skipping batches alone; newest first. Any other answer to it ends the row."""
+    row: list[Action] = []
+    before = history
+    while (earlier := earlier_answer(incidents, before, policy)) and earlier.kind == "rollback":
+        row.append(earlier)
+        at = next(i for i, action in enumerate(before.actions) if action is earlier)
+        before = replace(before, actions=before.actions[:at], step=earlier.step)
+    return tuple(row)
+
+
+def one_batch_each(incidents: Sequence[Incident], row: Sequence[Action]) -> bool:
+    """Whether bad batches, one after the other, explain these incidents and the row's.
+
+    A leap of loss or gradients is what a bad batch shows as, with what it saturates. A slow
+    divergence, or steps that stay non-finite, are a state that other batches don't cure.
+    """
+    every = [*incidents, *(incident for action in row for incident in action.incidents)]
+    return all(incident.kind in LEAPS | SATURATION for incident in every)
+
+
 def skips_in_a_row(step: int, history: History) -> tuple[Action, ...]:
     """The skip_step actions of the steps right before ``step``, newest first.
 
@@ -123,13 +151,25 @@ def fp8_suspects(
     """Suspect layers that compute in FP8 now, most suspect first, at most ``max_suspects``.
 
     The detectors name the most suspect layer first; saturation speaks before the others. What
-    was corrupted is no fault of its layer's precision.
+    was corrupted is no fault of its layer's precision; nor is a gradient that moved no earlier
+    than the loss did, which is computed before any gradient of its step.
     """
     telling = [incident for incident in incidents if incident.kind not in CORRUPTION]
     ordered = sorted(telling, key=lambda incident: incident.kind not in SATURATION)
-    names = dict.fromkeys(s.layer for incident in ordered for s in incident.suspects)
+    loss_moved = min((i.onset_step for i in telling if i.kind == "loss_spike"), default=math.inf)
+    names = dict.fromkeys(
+        suspect.layer
+        for incident in ordered
+        for suspect in incident.suspects
+        if suspect.tensor != "grad_output" or _since(suspect, incident) < loss_moved
+    )
     running = set(fp8_now(history))
     return tuple(name for name in names if name in running)[: policy.max_suspects]
+
+
+def _since(suspect: Suspect, incident: Incident) -> float:
+    """First step in which the suspect's tensor had moved."""
+    return suspect.evidence.get("since_step", incident.onset_step)
 
 
 def fp8_now(history: History) -> tuple[str, ...]:
@@ -152,14 +192,19 @@ class Landing:
 
 
 def landing(
-    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    incidents: Sequence[Incident],
+    history: History,
+    policy: RecoveryConfig,
+    row: Sequence[Action] = (),
 ) -> Landing | str:
     """Newest certified snapshot at or before the onset, else the newest one there.
 
     Without any, an attempt from a checkpoint or the seed is the way back, while restarts
     are left; a string says that they are spent. The batches left out are those of the
     steps from the onset to the newest recorded one: the steps between the landing and
-    the onset were healthy and are replayed with the batches they had.
+    the onset were healthy and are replayed with the batches they had. ``row``: rollbacks that
+    skipped batches before; where these follow close, as many more are left out as
+    ``further_batches`` says.
     """
     first = onset(incidents, history)
     skip = tuple(
@@ -167,6 +212,7 @@ def landing(
         for step in range(first, history.step + 1)
         if step in history.batches and history.batches[step] not in history.ledger
     )
+    skip += further_batches(skip, history, row)
     skipping = f" and skip {spans(skip, 'batch', 'batches')}" if skip else ""
     found = snapshot_before(first, history.restorable)
     if found is not None:
@@ -185,6 +231,24 @@ def landing(
         )
     words = f"restart from the newest checkpoint at or before step {first}{skipping}"
     return Landing(first, False, skip, words)
+
+
+def further_batches(
+    touched: Sequence[int], history: History, row: Sequence[Action]
+) -> tuple[int, ...]:
+    """Batches after the touched ones that are left out too, for bad ones come in stretches.
+
+    None the first time, then 2, 4, …: as long as no more than that lie between what was skipped
+    before and what is bad now.
+    """
+    skipped = [batch for action in row[:1] for batch in action.skip_batches]
+    if not touched or not skipped:
+        return ()
+    more = 1 << len(row)
+    if min(touched) - max(skipped) - 1 > more:
+        return ()
+    after = itertools.count(max(touched) + 1)
+    return tuple(itertools.islice((b for b in after if b not in history.ledger), more))
 
 
 def snapshot_before(step: int, restorable: Iterable[Restorable]) -> Restorable | None:

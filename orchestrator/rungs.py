@@ -17,7 +17,8 @@ What decides is evidence:
   state is bad yet;
 - replicas that differ are restarted from before they did, once within the horizon: a machine
   that corrupts what it holds is for a person;
-- what comes back within the horizon was not cured, and climbs. Loss, gradient norm and
+- what comes back within the horizon was not cured, and climbs; a leap of loss or gradients only
+  after a few rollbacks, for another bad batch may have followed. Loss, gradient norm and
   non-finite values are symptoms of one trouble (divergence); saturation is another.
 """
 
@@ -41,10 +42,12 @@ from orchestrator.evidence import (
     fp8_now,
     fp8_suspects,
     landing,
+    one_batch_each,
     onset,
     raised_again,
     repaired_within,
     restarts,
+    rollbacks_in_a_row,
     skips_in_a_row,
     snapshot_before,
 )
@@ -82,9 +85,11 @@ def going_back(
     history: History,
     policy: RecoveryConfig,
     remedy: str = "",
+    row: Sequence[Action] = (),
 ) -> Action | PassedOver:
-    """An action that goes back first; ``remedy`` says what else it does."""
-    place = landing(incidents, history, policy)
+    """An action that goes back first; ``remedy`` says what else it does, ``row`` what skipped
+    batches before it."""
+    place = landing(incidents, history, policy, row)
     if isinstance(place, str):
         return PassedOver(kind, place)
     words = place.words[0].upper() + place.words[1:]
@@ -216,7 +221,10 @@ class EarlyFallback:
 
 
 class Rollback:
-    """Answers instability that no FP8 layer explains: other batches, the same precision."""
+    """Answers instability that no FP8 layer explains: other batches, the same precision.
+
+    Bad batches come in stretches, so that it may come back a few times, each with other batches.
+    """
 
     kind: ActionKind = "rollback"
 
@@ -231,15 +239,21 @@ class Rollback:
             return PassedOver(
                 self.kind, f"{', '.join(suspects)} moved first in FP8: other batches do not cure it"
             )
+        row = rollbacks_in_a_row(incidents, history, policy)
         if earlier := earlier_answer(incidents, history, policy):
-            return PassedOver(
-                self.kind,
-                f"came back within the horizon of {policy.horizon} steps of the "
-                f"{earlier.kind} at step {earlier.step}",
-            )
+            back = f"came back within the horizon of {policy.horizon} steps of the"
+            if not row or not one_batch_each(incidents, row):
+                return PassedOver(self.kind, f"{back} {earlier.kind} at step {earlier.step}")
+            if len(row) >= policy.max_consecutive_rollbacks:
+                return PassedOver(
+                    self.kind,
+                    f"{back} {earlier.kind} at step {earlier.step}, {len(row)} in a row "
+                    f"(recovery.max_consecutive_rollbacks = {policy.max_consecutive_rollbacks}): "
+                    "the state is bad, not the batches",
+                )
         if refused := spent(self.kind, history, "max_rollbacks", policy.max_rollbacks):
             return refused
-        return going_back(self.kind, incidents, history, policy)
+        return going_back(self.kind, incidents, history, policy, row=row)
 
 
 class LayerFallback:

@@ -18,7 +18,9 @@ from monitoring.records import StepRecord
 from orchestrator.client import Client, RefusedError
 from orchestrator.following import whole_view
 from orchestrator.home import Home, HomeConfig
+from orchestrator.job_trace import trace_of_client
 from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, supervisor_actor
+from orchestrator.replay import replay
 
 LAYER = "layers.1.mlp.down"
 SKIPPED = 180
@@ -120,12 +122,22 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
     assert next(r.step for r in kept if r.attempt == 2) == paused_at
     batches = [r.batch for r in kept]
     assert batches == [b for b in range(SKIPPED + END + 1) if b != SKIPPED]
+    # The supervisor may have died before it decided, or after its ranks began to.
+    returning = next(a for a in view.actions if a["kind"] == "exchange_fp8")
+    decided = (returning["attempt"], returning["step"])
     for record in [*kept, *undone]:
         assert (LAYER in record.high_precision_layers) == (record.step >= in_bf16)
-        in_fp8 = record.step < exchanged or (record.attempt == 3 and record.step >= returned_at)
+        bits = record.comm["wire_bits"]
         if record.attempt == 3 and record.step >= measured_at:
-            in_fp8 = view.actions[-1]["exchange"] == "fp8"
-        assert record.comm["wire_bits"] == (8 if in_fp8 else 16)
+            assert bits == (8 if view.actions[-1]["exchange"] == "fp8" else 16)
+        elif record.step < exchanged or (record.attempt == 3 and record.step >= returned_at):
+            assert bits == 8
+        elif (record.attempt, record.step) <= decided:
+            assert bits == 16
+        elif record.attempt == 3:
+            assert bits == (8 if decided[0] == 2 else 16), "an attempt begins with what is decided"
+    second = [r.comm["wire_bits"] for r in kept if r.attempt == 2]
+    assert second == sorted(second, reverse=True), "from one step on, and for all ranks"
 
     asked = [a for a in view.actions if a["asked"] is not None]
     assert [(a["kind"], a["asked"]["by"]) for a in asked] == [
@@ -143,3 +155,5 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
     (refused,) = [e["message"] for e in view.events if e["kind"] == "control_refused"]
     assert f"no snapshot or checkpoint of step {first + 1}" in refused
     assert "as bob asked" in Path(view.extra["job_dir"], "report.html").read_text()
+    replayed = replay(trace_of_client(client, job))
+    assert replayed.exact, [judged for judged in replayed.judged if judged.differences]

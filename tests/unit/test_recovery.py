@@ -152,28 +152,59 @@ class TestRollback:
         hist = history(ledger=(7, 8), batches={60: 62, 61: 63})
         assert act(hist, incident("loss_spike", 61, 60)).skip_batches == (62, 63)
 
-    def test_a_spike_within_the_horizon_climbs(self) -> None:
-        first = act(history(), incident("loss_spike", 61))
-        again = act(history(150, actions=(first,)), incident("grad_norm_spike", 150))
-        assert again.kind == "whole_bf16"
-        assert "rollback at step 61" in why(again, "rollback")
-        assert again.precision == dict.fromkeys(LAYERS, "bf16")
+    def test_a_bad_batch_after_another_is_skipped_too_with_some_more_each_time(self) -> None:
+        """A stretch of nine bad batches costs three rollbacks, and no precision."""
+        hist, skipped = history(), []
+        for _ in range(3):
+            action = act(hist, incident("loss_spike", 61))
+            assert action.kind == "rollback" and not action.precision
+            skipped.append(action.skip_batches)
+            ledger = (*hist.ledger, *action.skip_batches)
+            left = [b for b in range(80) if b not in ledger]
+            hist = replace(
+                hist,
+                actions=(*hist.actions, action),
+                ledger=ledger,
+                batches=dict(enumerate(left[:62])),
+            )
+        assert skipped == [(61,), (62, 63, 64), (65, 66, 67, 68, 69)]
+        fourth = act(hist, incident("loss_spike", 61))
+        assert fourth.kind == "whole_bf16" and not set(fourth.skip_batches) & set(hist.ledger)
+        assert "3 in a row" in why(fourth, "rollback")
+        assert fourth.precision == dict.fromkeys(LAYERS, "bf16")
 
-    def test_a_spike_in_the_replay_of_the_rollback_climbs_too(self) -> None:
+    def test_another_bad_batch_far_from_the_first_is_skipped_alone(self) -> None:
         first = act(history(), incident("loss_spike", 61))
-        assert act(history(55, actions=(first,)), incident("loss_spike", 55)).kind == "whole_bf16"
+        hist = history(150, actions=(first,), batches={150: 151}, ledger=(61,))
+        hist = replace(hist, restorable=(Restorable(140, 1, True),))
+        again = act(hist, incident("grad_norm_spike", 150))
+        assert (again.kind, again.skip_batches) == ("rollback", (151,))
+
+    @pytest.mark.parametrize("kind", ["slow_divergence", "nonfinite"])
+    def test_what_is_no_bad_batch_climbs_at_once(self, kind: str) -> None:
+        policy = RecoveryConfig(max_skips=0)
+        first = act(history(), incident(kind, 61, 45), policy=policy)
+        assert first.kind == "rollback"
+        again = act(history(150, actions=(first,)), incident("loss_spike", 150), policy=policy)
+        assert again.kind == "whole_bf16" and "rollback at step 61" in why(again, "rollback")
+
+    def test_a_spike_after_layers_fell_back_for_divergence_climbs(self) -> None:
+        first = act(history(), incident("loss_spike", 61, 61, DOWN))
+        assert first.kind == "layer_fallback"
+        hist = history(150, actions=(first,), precision={DOWN: "bf16"})
+        assert act(hist, incident("loss_spike", 150)).kind == "whole_bf16"
 
     def test_a_snapshot_of_the_onset_itself_is_from_before_it(self) -> None:
         assert act(history(), incident("loss_spike", 61, 50)).to_step == 50
         assert act(history(), incident("loss_spike", 61, 49)).to_step == 40
 
     def test_the_horizon_ends_with_its_last_step(self) -> None:
-        first = act(history(), incident("loss_spike", 61))
+        first = act(history(), incident("slow_divergence", 61))
         last = history(61 + POLICY.horizon, actions=(first,))
         assert act(last, incident("loss_spike", last.step)).kind == "whole_bf16"
 
     def test_a_spike_beyond_the_horizon_does_not_climb(self) -> None:
-        first = act(history(), incident("loss_spike", 61))
+        first = act(history(), incident("slow_divergence", 61))
         later = history(61 + POLICY.horizon + 1, actions=(first,))
         assert act(later, incident("loss_spike", later.step)).kind == "rollback"
 
@@ -194,6 +225,19 @@ class TestLayerFallback:
         assert action.to_step == 50 and action.skip_batches == (60, 61)
         assert "moved first in FP8" in why(action, "rollback")
         assert len(action.incidents) == 2
+
+    def test_gradients_that_saturate_as_the_loss_leaps_are_its_effect(self) -> None:
+        """The loss of a step is there before its gradients: the batch is bad, not the layer."""
+        seen = incident("amax_saturation", 61, 61, DOWN)
+        gradient = replace(seen, suspects=(replace(seen.suspects[0], tensor="grad_output"),))
+        action = act(history(), incident("loss_spike", 61, 61), gradient)
+        assert (action.kind, action.skip_batches) == ("rollback", (61,))
+        earlier = replace(gradient.suspects[0], evidence={"since_step": 60.0})
+        action = act(
+            history(), incident("loss_spike", 61, 61), replace(gradient, suspects=(earlier,))
+        )
+        assert action.kind == "layer_fallback", "it moved before the loss"
+        assert act(history(), gradient).kind == "layer_fallback", "the loss did not move"
 
     def test_layers_already_in_bf16_are_no_suspects(self) -> None:
         hist = history(precision={DOWN: "bf16"})
@@ -227,7 +271,7 @@ class TestLayerFallback:
 
 class TestLastRungs:
     def test_a_model_without_fp8_gets_a_lower_learning_rate(self) -> None:
-        first = act(history(fp8_layers=()), incident("loss_spike", 61))
+        first = act(history(fp8_layers=()), incident("slow_divergence", 61))
         hist = history(70, fp8_layers=(), actions=(first,), lr_scale=0.5)
         action = act(hist, incident("loss_spike", 70))
         assert action.kind == "lower_lr" and action.lr_scale == 0.25

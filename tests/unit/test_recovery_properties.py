@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -58,6 +57,7 @@ class Job(RuleBasedStateMachine):
             max_skips=st.integers(0, 3),
             max_consecutive_skips=st.integers(1, 3),
             max_rollbacks=st.integers(0, 3),
+            max_consecutive_rollbacks=st.integers(1, 3),
             max_layer_fallbacks=st.integers(0, 3),
             max_lr_cuts=st.integers(0, 2),
             max_exchange_fallbacks=st.integers(0, 2),
@@ -225,12 +225,19 @@ class Job(RuleBasedStateMachine):
         assert restarts_of(self.actions) <= self.policy.max_restarts
 
     @invariant()
-    def no_trouble_is_answered_the_same_way_twice_within_the_horizon(self) -> None:
-        rollbacks = [a for a in getattr(self, "actions", []) if a.kind == "rollback"]
+    def no_trouble_is_answered_the_same_way_more_often_in_a_row_than_allowed(self) -> None:
         divergence = {"nonfinite", "loss_spike", "slow_divergence", "grad_norm_spike"}
-        troubled = [a for a in rollbacks if divergence & {i.kind for i in a.incidents}]
-        for first, second in pairwise(troubled):
-            assert second.step - first.step > self.policy.horizon
+        row: list[Action] = []
+        for action in getattr(self, "actions", []):
+            kinds = {i.kind for i in action.incidents}
+            if action.kind != "rollback" or not divergence & kinds:
+                continue
+            near = row and action.step - row[-1].step <= self.policy.horizon
+            row = [*row, action] if near else [action]
+            assert len(row) <= self.policy.max_consecutive_rollbacks
+            if len(row) > 1:
+                bad = {i.kind for a in row for i in a.incidents}
+                assert not bad & {"nonfinite", "slow_divergence"}
 
 
 def onset_of(action: Action) -> int:

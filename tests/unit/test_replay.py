@@ -270,7 +270,8 @@ class TestOtherPolicy:
         job.train(80)
         trace = job.trace()
         assert [action.step for action in trace.actions] == [70]
-        policy = parse_policy("detection: {min_history: 6, loss_min_rise: 0.1}", "p.yaml")
+        strict = "{detection: {min_history: 6, loss_min_rise: 0.1}, recovery: {%s}}"
+        policy = parse_policy(strict % "max_consecutive_rollbacks: 1", "p.yaml")
         spec = policy.applied(trace.spec)
         found = replay(trace, spec)
         assert verdicts(found) == [

@@ -154,12 +154,23 @@ class TestInPlace:
         assert job.ranks.ledger == {22}
         assert [s["batch"] for s in job.controller.steps if s["timeline"] == 1][7] == 23
 
+    def test_two_bad_batches_in_a_row_cost_two_rollbacks_and_no_precision(
+        self, bench: Make
+    ) -> None:
+        job = bench(Script(spike=lambda step, batch: batch in (22, 23)))
+        job.train(80)
+        assert job.settled().kinds() == ["rollback", "rollback"]
+        assert job.ranks.ledger == {22, 23, 24, 25}
+        assert set(job.ranks.precision.values()) == {"fp8"}
+
     def test_a_spike_that_stays_climbs_to_bf16_and_pauses_with_a_good_state(
         self, bench: Make
     ) -> None:
         job = bench(Script(spike=lambda step, batch: step >= 22), recovery={"max_lr_cuts": 1})
         job.train(200)
-        assert job.settled().kinds() == ["rollback", "whole_bf16", "lower_lr", "pause"]
+        last = ["whole_bf16", "lower_lr", "pause"]
+        assert job.settled().kinds() == ["rollback", "rollback", "rollback", *last]
+        assert job.ranks.ledger >= {22, 23, 24, 25, 26, 27, 28, 29, 30}, "a stretch of batches"
         back, stop = job.ranks.commands[-2:]
         assert isinstance(back.order, Rollback) and isinstance(stop.order, Stop)
         assert stop.order.checkpoint
