@@ -33,6 +33,7 @@ from parallel.deepspeed_config import BatchShape, accumulation_dtype, merged_con
 from parallel.exchange_choice import ExchangeChoice, choice_of, measure
 from parallel.faults import Faults
 from parallel.gradients import take_statistics
+from parallel.layout import RankLayout
 from parallel.model_factory import factory_plan
 from parallel.model_plan import ModelPlan, parameter_name, recomputed
 from parallel.parameter_groups import adamw, gradient_groups, parameter_groups
@@ -108,6 +109,7 @@ class Engine:
         replicas: dist.ProcessGroup,
         pipelined: bool,
         faults: Faults,
+        layout: RankLayout,
     ) -> None:
         self.coordinate = coordinate
         self.scope = scope
@@ -117,6 +119,8 @@ class Engine:
         """What gradients cross the network in, those left out that must go in a wider one."""
         self.faults = faults
         """What drills do to this rank's model."""
+        self.layout = layout
+        """What of the model is in ``live_tensors``."""
         self._engine = deepspeed_engine
         self._plan = plan
         self._switchable = frozenset(switchable)
@@ -374,6 +378,20 @@ def build_engine(
         replicas=replicas,
         pipelined=pipelined,
         faults=faults,
+        layout=RankLayout(
+            degrees=(degrees.pipeline, degrees.data, degrees.tensor),
+            coordinate=(ranks.coordinate.pipe, ranks.coordinate.data, ranks.coordinate.tensor),
+            accumulation=numbers.accumulation_steps,
+            groups=engine_state.group_layouts(
+                engine.optimizer,
+                [
+                    (group.name, list(zip(group.parameters, of.parameters, strict=True)))
+                    for group, of in zip(groups, grouped, strict=True)
+                ],
+                ranks.coordinate.data,
+            ),
+            linears=scope.layers,
+        ),
     )
 
 

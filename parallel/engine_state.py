@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from parallel.layout import Group, Place
+from parallel.tensor import cut_of, is_sharded
+
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """Attributes of a DeepSpeed engine that count."""
 
@@ -55,6 +58,49 @@ def optimizer_tensors(optimizer: Any, group_names: Sequence[str]) -> dict[str, T
         tensors[f"{name}.masters"] = master.detach()
         tensors |= {f"{name}.{what}": state[what] for what in ("exp_avg", "exp_avg_sq", "step")}
     return tensors
+
+
+def group_layouts(
+    optimizer: Any,
+    grouped: Sequence[tuple[str, Sequence[tuple[str, Tensor]]]],
+    replica: int,
+) -> tuple[Group, ...]:
+    """Where each parameter lies in the tensors of ``optimizer_tensors``.
+
+    ``grouped``: name of each group, names and parameters in it; ``replica``: this rank's. Raises
+    RuntimeError where DeepSpeed's own book has a master elsewhere.
+    """
+    bucketed = takes_buckets(optimizer)
+    masters = (
+        optimizer.single_partition_of_fp32_groups
+        if bucketed
+        else optimizer.fp32_groups_flat_partition
+    )
+    flats = optimizer.bit16_groups_flat if bucketed else optimizer.bf16_groups_flat
+    found = []
+    for (name, parameters), master, flat in zip(grouped, masters, flats, strict=True):
+        parts = flat.numel() // master.numel()
+        places = tuple(
+            Place(
+                told,
+                tuple(parameter.shape),
+                (parameter.data_ptr() - flat.data_ptr()) // flat.itemsize,
+                cut_of(parameter),
+                is_sharded(parameter),
+            )
+            for told, parameter in parameters
+        )
+        part = replica if parts > 1 else 0
+        group = Group(name, places, master.numel(), part, parts)
+        for (told, parameter), place in zip(parameters, places, strict=True):
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue
+            here = part * master.numel() + mapping.hp_fragment_address.start
+            if here != place.start + mapping.lp_fragment_address.start:
+                raise RuntimeError(f"DeepSpeed keeps the master of {told} elsewhere than expected")
+        found.append(group)
+    return tuple(found)
 
 
 def master_piece(parameter: Tensor) -> Tensor | None:

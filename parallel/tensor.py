@@ -22,16 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.layout import Cut, ShardKind
 from parallel.precision.recipes import UnfitLinearError
 
-ShardKind = Literal["column", "row"]
-"""How tensor ranks share a matrix: its outputs, or its inputs."""
+__all__ = ["ShardKind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,20 @@ def shard_of(tensor: TensorGroup | None, kind: ShardKind | None) -> Shard | None
 def mark_sharded(parameter: Tensor) -> None:
     """Tell DeepSpeed that every tensor rank holds another part of this parameter."""
     parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+def note_cut(
+    parameter: Tensor, kind: ShardKind, tensor: TensorGroup, sections: Sequence[int] = ()
+) -> None:
+    """Say which part of its matrix a sharded parameter is, for whoever divides it anew."""
+    cut = Cut(kind, tensor.index, tensor.size, tuple(sections))
+    parameter.octavo_cut = cut  # type: ignore[attr-defined]
+
+
+def cut_of(parameter: Tensor) -> Cut | None:
+    """What ``note_cut`` said of it; None where nobody did."""
+    cut: Cut | None = getattr(parameter, "octavo_cut", None)
+    return cut
 
 
 def is_sharded(parameter: Tensor) -> bool:

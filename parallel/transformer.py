@@ -130,9 +130,15 @@ class Attention(nn.Module):
         self.num_kv_heads = kv_heads // shards
         self.head_size = model.hidden_size // model.num_heads
         self.rope_theta = model.rope_theta
-        hidden, qkv_width = model.hidden_size, (model.num_heads + 2 * kv_heads) * self.head_size
+        hidden, kv_width = model.hidden_size, kv_heads * self.head_size
+        sections = (hidden, kv_width, kv_width)
         self.qkv = scope.norm_linear(
-            f"{name}.qkv", hidden, qkv_width, eps=model.norm_eps, shard="column"
+            f"{name}.qkv",
+            hidden,
+            sum(sections),
+            eps=model.norm_eps,
+            shard="column",
+            sections=sections,
         )
         self.out = scope.linear(f"{name}.out", hidden, hidden, shard="row")
 

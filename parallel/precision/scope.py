@@ -36,7 +36,7 @@ from parallel.precision.quantizers import Quantizer
 from parallel.precision.recipes import ROLES, Role
 from parallel.precision.scaling import amax_over_shards
 from parallel.precision.switching import SwitchableLinears, precision_of_state, refuse_unknown
-from parallel.tensor import ShardKind, TensorGroup, WholeMatrix, shard_of
+from parallel.tensor import ShardKind, TensorGroup, WholeMatrix, note_cut, shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
 
         The features are the whole matrix's; with ``shard`` and tensor ranks the module holds
         this rank's part of it. ``sections`` are the heights of blocks of outputs of which each
-        column shard has its part (queries, keys and values); they matter in ``whole_matrices``.
+        column shard has its part (queries, keys and values): by them the whole matrix is cut.
 
         In a BF16 job, and where ``high_precision_layers`` says so, it is a plain one whose
         precision is fixed (``fixed_layers``). All linears are made before the first forward:
@@ -137,6 +137,8 @@ class PrecisionScope(SwitchableLinears[Float8Linear]):
             layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device))
             layer.reset_parameters()
             self._whole.append(WholeMatrix(name, layer, part, shape, tuple(sections)))
+        if part is not None:
+            note_cut(layer.weight, part.kind, part.tensor, sections)
         return layer
 
     @contextmanager

@@ -43,7 +43,7 @@ from parallel.precision.transformer_engine_layers import (
     SwitchedNormLinear,
 )
 from parallel.precision.transformer_engine_state import DelayedStates
-from parallel.tensor import ShardKind, TensorGroup
+from parallel.tensor import ShardKind, TensorGroup, note_cut
 
 
 class TransformerEngineScope(SwitchableLinears[LinearHandle]):
@@ -109,7 +109,9 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
             shard=shard,
             tensor=self._tensor,
         )
-        return SwitchedLinear(self._register(name, module, eps=None, shard=shard))
+        return SwitchedLinear(
+            self._register(name, module, eps=None, shard=shard, sections=sections)
+        )
 
     def norm_linear(
         self,
@@ -123,7 +125,7 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
         dtype: torch.dtype = torch.bfloat16,
     ) -> nn.Module:
         """RMSNorm and the linear ``name`` in one module, see ``LayerScope``."""
-        handle = self._norm_linear(name, in_features, out_features, eps, shard, dtype)
+        handle = self._norm_linear(name, in_features, out_features, eps, shard, dtype, sections)
         return SwitchedNormLinear(handle)
 
     def norm_mlp(
@@ -148,7 +150,9 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
             )
         column: ShardKind | None = "column" if sharded else None
         row: ShardKind | None = "row" if sharded else None
-        gate_up = self._norm_linear(f"{name}.gate_up", hidden, 2 * ffn, eps, column, dtype)
+        gate_up = self._norm_linear(
+            f"{name}.gate_up", hidden, 2 * ffn, eps, column, dtype, (ffn, ffn)
+        )
         self._check(f"{name}.down", ffn, hidden, row)
         down = self._engine.linear(
             f"{name}.down",
@@ -173,6 +177,7 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
         eps: float,
         shard: ShardKind | None,
         dtype: torch.dtype,
+        sections: Sequence[int],
     ) -> LinearHandle:
         self._check(name, in_features, out_features, shard)
         module = self._engine.norm_linear(
@@ -185,7 +190,7 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
             shard=shard,
             tensor=self._tensor,
         )
-        return self._register(name, module, eps=eps, shard=shard)
+        return self._register(name, module, eps=eps, shard=shard, sections=sections)
 
     def _check(
         self, name: str, in_features: int, out_features: int, shard: ShardKind | None
@@ -208,11 +213,18 @@ class TransformerEngineScope(SwitchableLinears[LinearHandle]):
         )
 
     def _register(
-        self, name: str, module: nn.Module, *, eps: float | None, shard: ShardKind | None
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        eps: float | None,
+        shard: ShardKind | None,
+        sections: Sequence[int] = (),
     ) -> LinearHandle:
         handle = LinearHandle(name, module, eps=eps, config=self._config, forward=self._forward)
         if self._tensor is not None and shard is not None:
             handle.mark_sharded()
+            note_cut(handle.weight, shard, self._tensor, sections)
         if self._is_fixed(name):
             handle.current = "bf16"
             self._fixed.append(name)
