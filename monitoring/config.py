@@ -57,8 +57,9 @@ class DetectionConfig(_Section):
     saturation_pct: float = Field(1.0, gt=0, le=100)
     """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated. Healthy
     delayed scaling clamps 0.1 % at most, in the first steps."""
-    saturation_patience: int = Field(1, ge=1)
-    """Successive steps of saturation before it is an incident. The update is wrong at once."""
+    saturation_patience: int = Field(2, ge=1)
+    """Successive steps of it before it is an incident; one of four times the share is at once. In
+    20,000 healthy steps single ones of 1.0 and 1.1 % came twice."""
     amax_sigmas: float = Field(8.0, gt=0)
     """Robust deviations of log2(amax) above a tensor's own history that make a surge, as for the
     loss."""

@@ -67,10 +67,15 @@ class TestFiresWhen:
         records = healthy_trace(80)
         for step in (60, 61, 62, 70, 71):
             records[step] = with_tensor(
-                records[step], "layers.0.mlp.down/input", amax=50.0, saturated_pct=5.0
+                records[step], "layers.0.mlp.down/input", amax=50.0, saturated_pct=2.0
             )
         _, found = run(records, DetectionConfig(saturation_patience=3))
         assert [i.step for i in found] == [62]
+
+    def test_a_share_far_above_the_limit_is_not_waited_for(self):
+        records = healthy_trace(80)
+        records[60] = with_tensor(records[60], "layers.0.mlp.down/input", saturated_pct=4.0)
+        assert [i.step for i in run(records[:62])[1]] == [60]
 
     def test_an_amax_is_infinite(self):
         records = healthy_trace(40)
