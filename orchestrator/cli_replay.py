@@ -15,11 +15,12 @@ from typing import Any
 
 from orchestrator.actions import Action
 from orchestrator.cli_show import NOT_FOUND, CommandError, Output, print_json
-from orchestrator.evidence import is_restart, spans
+from orchestrator.evidence import spans
 from orchestrator.home import Home
 from orchestrator.job_trace import JobTrace, trace_of_client, trace_of_store
 from orchestrator.policy_file import changes, load_policy
 from orchestrator.replay import ASSUMPTION, Judged, Replayed, Stretch, Verdict, replay
+from orchestrator.restart_budget import is_restart
 
 DIFFERS = 104
 

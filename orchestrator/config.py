@@ -29,7 +29,12 @@ class RecoveryConfig(_Section):
     """Budgets of the recovery ladder, and restarts."""
 
     max_restarts: int = Field(10, ge=0)
-    """Restarts after a lost rank, in the job's life."""
+    """Restarts after a lost rank, within ``restart_window_steps``."""
+    restart_window_steps: int = Field(1000, ge=1)
+    """Steps over which ``max_restarts`` counts: on a large cluster machines fail every day, and
+    a long job would have spent any budget for life."""
+    max_attempts_without_progress: int = Field(3, ge=1)
+    """Attempts in a row without a new step after which the job ends instead of looping."""
     max_skips: int = Field(20, ge=0)
     """Non-finite steps whose update may be left out."""
     max_consecutive_skips: int = Field(3, ge=1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from monitoring.records import Incident, IncidentKind, Suspect
 from orchestrator.actions import Action, ActionKind, History, Restorable
 from orchestrator.config import RecoveryConfig
+from orchestrator.restart_budget import is_restart, restarts_spent
 
 LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung", "supervisor_lost"})
 """Ranks are gone, or all of them with their supervisor: only another attempt helps."""
@@ -35,22 +36,10 @@ def count(history: History, kind: ActionKind) -> int:
     return sum(action.kind == kind and action.asked is None for action in history.actions)
 
 
-def restarts(history: History) -> int:
-    """Attempts that recovery has cost so far."""
-    return sum(is_restart(action) and action.asked is None for action in history.actions)
-
-
 def kept_by_hand(history: History) -> set[str]:
     """Layers that a person put into BF16, and nobody has moved since: the policy leaves them."""
     newest = {name: (p, a.asked) for a in history.actions for name, p in a.precision.items()}
     return {name for name, (p, asked) in newest.items() if p == "bf16" and asked is not None}
-
-
-def is_restart(action: Action) -> bool:
-    """Whether the action ends its attempt for another one."""
-    return action.kind == "restart" or (
-        not action.in_place and action.kind not in ("pause", "fail")
-    )
 
 
 def raised_again(incidents: Iterable[Incident], history: History) -> bool:
@@ -223,12 +212,8 @@ def landing(
             f"before step {first} is left)"
         )
         return Landing(found.step, True, skip, f"go back to {quality}{skipping}")
-    used = restarts(history)
-    if used >= policy.max_restarts:
-        return (
-            f"no snapshot at or before step {first} is in memory, and {used} of "
-            f"{policy.max_restarts} restarts are used"
-        )
+    if why := restarts_spent(history, policy):
+        return f"no snapshot at or before step {first} is in memory, and {why}"
     words = f"restart from the newest checkpoint at or before step {first}{skipping}"
     return Landing(first, False, skip, words)
 

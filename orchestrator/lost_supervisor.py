@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from monitoring.records import Incident
 from orchestrator.actions import Action, History
-from orchestrator.evidence import is_restart
 from orchestrator.recovery import decide
+from orchestrator.restart_budget import is_restart
 from orchestrator.store_rows import JobRow
 from orchestrator.supervisors import LastWords
 

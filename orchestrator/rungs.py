@@ -46,11 +46,11 @@ from orchestrator.evidence import (
     onset,
     raised_again,
     repaired_within,
-    restarts,
     rollbacks_in_a_row,
     skips_in_a_row,
     snapshot_before,
 )
+from orchestrator.restart_budget import restarts_spent
 
 
 class Rung(Protocol):
@@ -337,11 +337,8 @@ class Restart:
             return PassedOver(self.kind, "no rank was lost")
         if raised_again(incidents, history):
             return PassedOver(self.kind, "the ranks raised an error twice without a step between")
-        used = restarts(history)
-        if used >= policy.max_restarts:
-            return PassedOver(
-                self.kind, f"{used} of recovery.max_restarts = {policy.max_restarts} are used"
-            )
+        if why := restarts_spent(history, policy):
+            return PassedOver(self.kind, why)
         if broken:
             if earlier := repaired_within(history, policy):
                 return PassedOver(
@@ -389,7 +386,8 @@ class Exhausted:
         found = None if lost else snapshot_before(onset(incidents, history), history.restorable)
         failing = policy.on_exhausted == "fail" or raised_again(incidents, history)
         told = "Failed" if failing else "Paused for a person"
-        reason = f"{told}, no rung of the ladder is left: {cause(incidents)}."
+        spent = restarts_spent(history, policy) if lost else ""
+        reason = f"{told}, {spent or 'no rung of the ladder is left'}: {cause(incidents)}."
         action = drafted("fail" if failing else "pause", incidents, history, reason)
         if failing or found is None:
             return replace(action, in_place=False)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.actions import Action
-from orchestrator.evidence import is_restart
 from orchestrator.protocol import ResumeState
+from orchestrator.restart_budget import is_restart
 
 
 @dataclass(frozen=True, slots=True)

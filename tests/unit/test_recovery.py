@@ -146,7 +146,7 @@ class TestRollback:
             history(), incident("loss_spike", 61, 35), policy=RecoveryConfig(max_restarts=0)
         )
         assert action.kind == "pause"
-        assert "0 of 0 restarts are used" in why(action, "rollback")
+        assert "0 of recovery.max_restarts = 0 are used" in why(action, "rollback")
 
     def test_batches_are_those_of_the_steps_as_the_ledger_maps_them(self) -> None:
         hist = history(ledger=(7, 8), batches={60: 62, 61: 63})

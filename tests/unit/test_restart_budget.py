@@ -1,0 +1,100 @@
+"""Restarts count within a window of steps, and end where they get a job nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.actions import Action, Asked
+from orchestrator.config import RecoveryConfig
+from orchestrator.restart_budget import restarts_spent, restarts_within, without_progress
+from tests.unit.test_recovery import act, history, incident, why
+
+
+def restart(step: int, **changes: object) -> Action:
+    action = act(history(step), incident("rank_died", step))
+    assert action.kind == "restart"
+    return replace(action, **changes)  # type: ignore[arg-type]
+
+
+def ended(*steps: int, now: int) -> int:
+    """Attempts without progress, of a job whose attempts ended at these steps and now."""
+    return without_progress(history(now, actions=tuple(map(restart, steps))))
+
+
+def test_restarts_out_of_the_window_cost_nothing() -> None:
+    policy = RecoveryConfig(max_restarts=2, restart_window_steps=100)
+    actions = (restart(50), restart(120))
+    told = restarts_spent(history(149, actions=actions), policy)
+    assert told == "2 of recovery.max_restarts = 2 are used since step 49"
+    assert restarts_spent(history(150, actions=actions), policy) == ""
+
+
+def test_a_pause_for_a_spent_budget_says_so() -> None:
+    policy = RecoveryConfig(max_restarts=1)
+    action = act(history(70, actions=(restart(61),)), incident("rank_died", 70), policy=policy)
+    assert action.kind == "pause" and "1 of recovery.max_restarts = 1 are used:" in action.reason
+
+
+def test_attempts_that_redo_steps_and_come_no_further_are_counted() -> None:
+    assert ended(now=-1) == 1
+    assert ended(now=45) == 0
+    assert ended(45, now=45) == 1
+    assert ended(45, 43, now=44) == 2
+    assert ended(45, 43, now=46) == 0
+    assert ended(45, 43, 46, now=46) == 1
+
+
+def test_a_job_that_gets_nowhere_ends_with_the_reason_instead_of_looping() -> None:
+    actions = (restart(61), restart(61), restart(60))
+    action = act(history(61, actions=actions), incident("rank_died", 61))
+    assert action.kind == "pause"
+    assert why(action, "restart") == (
+        "3 attempts in a row ended without a new step (recovery.max_attempts_without_progress = 3)"
+    )
+    assert "ended without a new step" in action.reason
+    # A way back that needs another attempt is one too.
+    bad = history(61, actions=actions, restorable=(), fp8_layers=())
+    assert act(bad, incident("loss_spike", 61)).kind == "pause"
+
+
+def test_what_a_person_did_begins_the_row_anew() -> None:
+    by_hand = restart(61, asked=Asked("me", "k"))
+    pause = replace(restart(61), kind="pause")
+    for action in (by_hand, pause):
+        past = (restart(61), restart(61), action)
+        assert without_progress(history(61, actions=past)) == 1
+
+
+def test_a_way_back_lowers_what_counts_as_progress() -> None:
+    back = replace(restart(100), kind="rollback", in_place=True, to_step=60)
+    assert without_progress(history(70, actions=(restart(100), back))) == 0
+    assert without_progress(history(59, actions=(restart(100), back))) == 1
+
+
+@given(
+    gains=st.lists(st.integers(-5, 5), max_size=30),
+    window=st.integers(1, 40),
+    most=st.integers(1, 4),
+    vain=st.integers(1, 4),
+)
+def test_no_row_of_attempts_without_progress_is_longer_than_allowed(
+    gains: list[int], window: int, most: int, vain: int
+) -> None:
+    policy = RecoveryConfig(
+        max_restarts=most, restart_window_steps=window, max_attempts_without_progress=vain
+    )
+    actions: list[Action] = []
+    step, best, row = -1, -1, 0
+    for gain in gains:
+        step = max(-1, step + gain)
+        row = 0 if step > best else row + 1
+        best = max(best, step)
+        past = history(step, actions=tuple(actions))
+        spent = restarts_spent(past, policy)
+        assert bool(spent) == (restarts_within(past, window) >= most or row >= vain)
+        if spent:
+            return
+        actions.append(restart(step))
