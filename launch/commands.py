@@ -75,7 +75,7 @@ class RestorePoint:
 
     step: int
     tier: Literal["memory", "disk"]
-    """memory: the node's snapshot keeper; disk: a checkpoint."""
+    """memory: a snapshot keeper, the node's own or a partner's; disk: a checkpoint."""
     attempt: int
     """Attempt that made the copy."""
     timeline: int
@@ -112,6 +112,8 @@ class Assignment:
     says, or as the spec does."""
     envs: Mapping[str, str] = field(default_factory=dict)
     """The spec's ``envs``."""
+    fallbacks: tuple[RestorePoint, ...] = ()
+    """What all ranks take where one of them has no usable copy of ``restore``, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,9 @@ class SnapshotReport:
     timeline: int
     rank: int
     step: int
-    tier: Literal["ring", "memory", "disk"]
-    """ring: in the rank itself; memory: in its node's keeper; disk: written, not yet committed."""
+    tier: Literal["ring", "memory", "partner", "disk"]
+    """ring: in the rank itself; memory: in its node's keeper; partner: in another node's keeper;
+    disk: written, not yet committed."""
     nbytes: int
     digest: str
     path: str = ""
@@ -199,9 +202,35 @@ class CopyFailed:
     timeline: int
     rank: int
     step: int
-    tier: Literal["ring", "memory", "disk"]
+    tier: Literal["ring", "memory", "partner", "disk"]
     error: str
     """One sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRefused:
+    """A copy that a rank was to start from is damaged or missing; it was not loaded."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    tier: Literal["memory", "partner", "disk"]
+    error: str
+    """One sentence for a person."""
+    point: RestorePoint | None = None
+    """Set where this rank has no other copy of that step: no rank can start from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredOlder:
+    """All ranks start from ``point``, one of the fallbacks; told by rank 0."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    point: RestorePoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +266,8 @@ Report = (
     | RollbackReport
     | DrillReport
     | CopyFailed
+    | CopyRefused
+    | RestoredOlder
     | BackendReport
     | ExchangeReport
 )

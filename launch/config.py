@@ -77,6 +77,8 @@ class SnapshotConfig(_Section):
     """Snapshots kept a rank."""
     certify_after: int = Field(10, ge=0)
     """Healthy steps after which a snapshot counts as good."""
+    replicas: int | None = Field(None, ge=0)
+    """Other nodes that hold a copy of each; unset: 1 where the job has two nodes or more."""
 
 
 class CheckpointConfig(_Section):

@@ -1,18 +1,42 @@
-"""The actor that holds its node's snapshots, so that they outlive the ranks.
+"""The actor that holds a node's snapshots, and its partners', so that they outlive the ranks.
 
 Promises: what it gives back is what was put, checked on the way in and on the way out; a
-damaged payload is refused by a typed error, never stored, never returned. It holds the
-newest ``keep`` snapshots of each rank; copies of a timeline that was rolled back go first.
+damaged payload is refused by a typed error, never stored, never returned. It holds at most
+``most_held`` snapshots of each rank: the newest, among them the newest two that every rank
+sent to a partner too, for a node that is lost takes all others' steps with it. Copies of a
+timeline that was rolled back go first.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from launch.snapshots import Payload, SnapshotKey, StoredSnapshot, refuse_damaged
+
+Result = TypeVar("Result")
+
+REPLICATED_KEPT = 2
+"""The newest step on partners may still be on its way there; the one before it is whole."""
+
+
+def most_held(keep: int) -> int:
+    """Snapshots that a keeper holds of one rank at most: two on partners, and the newest."""
+    return max(keep, REPLICATED_KEPT + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a keeper holds of one job."""
+
+    nbytes: dict[SnapshotKey, int]
+    """Size of each snapshot, oldest first."""
+    total_nbytes: int
+    """Memory that its snapshots take, of all jobs."""
 
 
 class Keeper:
@@ -29,24 +53,36 @@ class Keeper:
         self._keep = keep
         self._lock = threading.Lock()
         self._held: dict[tuple[str, int], dict[SnapshotKey, StoredSnapshot]] = {}
+        self._replicated: set[SnapshotKey] = set()
 
     def ping(self) -> bool:
         """True: the actor is up."""
         return True
 
-    def put(self, key: SnapshotKey, payload: Payload, digest: str) -> None:
-        """Keep a copy of ``payload``; DamagedSnapshotError if it doesn't have ``digest``."""
+    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Run a function of ours on this node: this process is there at once."""
+        return function(*arguments)
+
+    def put(
+        self, key: SnapshotKey, payload: Payload, digest: str, *, replicated: bool = False
+    ) -> None:
+        """Keep a copy of ``payload``; DamagedSnapshotError if it doesn't have ``digest``.
+
+        ``replicated``: every rank's copy of this step goes to a partner node too.
+        """
         # A copy of its own: the object store may free the sender's when the sender dies.
         snapshot = StoredSnapshot(np.array(np.frombuffer(payload, dtype=np.uint8)), digest)
         refuse_damaged(snapshot, key.rank, key.step, "memory")
         with self._lock:
             held = self._held.setdefault((key.job, key.rank), {})
             for other in list(held):
-                if other.branch < key.branch and other.step >= key.step:
-                    del held[other]
+                if _given_up(other, key):
+                    self._forget(held, other)
             held[key] = snapshot
-            for oldest in sorted(held, key=SnapshotKey.order)[: -self._keep]:
-                del held[oldest]
+            if replicated:
+                self._replicated.add(key)
+            for surplus in self._surplus(held):
+                self._forget(held, surplus)
 
     def get(self, key: SnapshotKey) -> StoredSnapshot | None:
         """The snapshot, or None if it isn't held. Raises DamagedSnapshotError."""
@@ -58,37 +94,46 @@ class Keeper:
 
     def keys(self, job: str) -> list[SnapshotKey]:
         """All snapshots held of ``job``, oldest first."""
+        return list(self.inventory(job).nbytes)
+
+    def inventory(self, job: str) -> Inventory:
+        """What is held of ``job``, and how much memory all that is held takes."""
         with self._lock:
-            found = [key for (of, _), held in self._held.items() if of == job for key in held]
-        return sorted(found, key=SnapshotKey.order)
+            sizes = {k: len(s.payload) for held in self._held.values() for k, s in held.items()}
+        mine = sorted((key for key in sizes if key.job == job), key=SnapshotKey.order)
+        return Inventory({key: sizes[key] for key in mine}, sum(sizes.values()))
+
+    def retain(self, job: str, ranks: Collection[int]) -> None:
+        """Forget other ranks of ``job``: after a change of nodes they are somebody else's."""
+        with self._lock:
+            for owner in [o for o in self._held if o[0] == job and o[1] not in ranks]:
+                self._replicated.difference_update(self._held.pop(owner))
 
     def drop(self, job: str) -> None:
         """Forget ``job``."""
-        with self._lock:
-            for owner in [owner for owner in self._held if owner[0] == job]:
-                del self._held[owner]
+        self.retain(job, ())
+
+    def _surplus(self, held: dict[SnapshotKey, StoredSnapshot]) -> list[SnapshotKey]:
+        """What goes, of one rank's snapshots."""
+        ordered = sorted(held, key=SnapshotKey.order)
+        staying = {ordered[-1]}
+        staying.update([key for key in ordered if key in self._replicated][-REPLICATED_KEPT:])
+        for key in reversed(ordered):
+            if len(staying) >= self._keep:
+                break
+            staying.add(key)
+        return [key for key in ordered if key not in staying]
+
+    def _forget(self, held: dict[SnapshotKey, StoredSnapshot], key: SnapshotKey) -> None:
+        del held[key]
+        self._replicated.discard(key)
 
 
-class KeeperStore:
-    """A node's Keeper as the ranks see it: the calls of SnapshotStore, over Ray."""
+def _given_up(older: SnapshotKey, newer: SnapshotKey) -> bool:
+    """Whether ``newer`` shows that training went back to before ``older``.
 
-    def __init__(self, keeper: Any, timeout_s: float = 30.0) -> None:
-        self._keeper = keeper
-        self._timeout_s = timeout_s
-
-    def put(self, key: SnapshotKey, payload: Payload, digest: str) -> None:
-        """Blocks until the keeper has checked its copy; raises what it raised, or Ray's errors."""
-        import ray
-
-        # Arrays go through shared memory without being pickled.
-        flat = np.frombuffer(payload, dtype=np.uint8)
-        ray.get(self._keeper.put.remote(key, flat, digest), timeout=self._timeout_s)
-
-    def get(self, key: SnapshotKey) -> StoredSnapshot | None:
-        """See Keeper.get; raises Ray's errors when the keeper is gone."""
-        import ray
-
-        found: StoredSnapshot | None = ray.get(
-            self._keeper.get.remote(key), timeout=self._timeout_s
-        )
-        return found
+    The step that an attempt starts from is the same state as in the attempt before.
+    """
+    if older.attempt < newer.attempt:
+        return older.step > newer.step
+    return older.branch < newer.branch and older.step >= newer.step

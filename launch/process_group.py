@@ -7,7 +7,9 @@ what ranks agree on is the same on all of them, or they stop.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,22 +80,34 @@ def join(assignment: Assignment) -> dist.ProcessGroup:
     return world
 
 
-def agree(group: dist.ProcessGroup, command: int, step: int, skipped: bool) -> int:
-    """The number of the newest command that rank 0 has seen, on every rank.
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know at the end of a step."""
+
+    command: int
+    """Number of the newest command that rank 0 has seen."""
+    behind: bool
+    """Some rank's copy for a partner node is still on its way."""
+
+
+def agree(
+    group: dist.ProcessGroup, command: int, step: int, skipped: bool, behind: bool = False
+) -> Agreed:
+    """What rank 0 has been told to do, and whether any rank's copies are ``behind``.
 
     The others' ``command`` is not looked at. One all-reduce of a few integers, in which
     ranks also show each other that they did the same: RanksDisagreeError when the steps
     or the decision to leave the update out differ.
     """
     mine = command if dist.get_rank(group) == 0 else 0
-    words = torch.tensor([mine, step, -step, skipped, -int(skipped)], dtype=torch.int64)
+    words = torch.tensor([mine, step, -step, skipped, -int(skipped), behind], dtype=torch.int64)
     dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    agreed, last, first, some_skipped, none_skipped = words.tolist()
+    agreed, last, first, some_skipped, none_skipped, some_behind = words.tolist()
     if last != -first:
         raise RanksDisagreeError(f"some ranks ended step {-first}, others step {last}")
     if some_skipped != -none_skipped:
         raise RanksDisagreeError(f"only some ranks left out the update of step {step}")
-    return int(agreed)
+    return Agreed(int(agreed), bool(some_behind))
 
 
 def require_same(group: dist.ProcessGroup, value: int, what: str) -> None:
@@ -103,3 +117,13 @@ def require_same(group: dist.ProcessGroup, value: int, what: str) -> None:
     high, low = words.tolist()
     if high != -low:
         raise RanksDisagreeError(f"{what} is not the same on all ranks")
+
+
+Word = TypeVar("Word")
+
+
+def gather(group: dist.ProcessGroup, word: Word) -> list[Word]:
+    """Every rank's ``word``, in order of ranks, on every rank; it is pickled."""
+    words: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(words, word, group=group)
+    return words

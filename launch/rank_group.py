@@ -41,6 +41,17 @@ class RankEnd:
     """What was raised."""
 
 
+class NodeSilentError(RuntimeError):
+    """A node that the next attempt needs doesn't answer."""
+
+    def __init__(self, node_ip: str, why: str) -> None:
+        super().__init__(f"node {node_ip}: {why}")
+        self.node_ip, self.why = node_ip, why
+
+    def __reduce__(self) -> tuple[type[NodeSilentError], tuple[str, str]]:
+        return (type(self), (self.node_ip, self.why))
+
+
 class RankGroup(Protocol):
     """The ranks of one job; one attempt at a time."""
 
@@ -51,7 +62,7 @@ class RankGroup(Protocol):
         """Whether every worker has done its imports; one that died shows in ``ended``."""
 
     def master(self) -> tuple[str, int]:
-        """Address and a fresh port of rank 0's node. Call when ready."""
+        """Address and a fresh port of rank 0's node. Call when ready. Raises NodeSilentError."""
 
     def run(self, assignments: Sequence[Assignment]) -> None:
         """Give the ranks out, in order, and start their loops."""
@@ -70,6 +81,12 @@ class RankGroup(Protocol):
 
     def copies(self) -> list[SnapshotKey]:
         """What the keepers of all nodes hold of this job; a lost keeper holds nothing."""
+
+    def settle(self, replicas: int) -> None:
+        """Let keepers forget ranks whose copies, ``replicas`` of each, are elsewhere by now."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that each keeper held when ``copies`` last asked, by the keeper's name."""
 
     def close(self) -> None:
         """End the ranks and the standby workers."""

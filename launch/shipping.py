@@ -1,4 +1,4 @@
-"""Snapshots on their way out of the rank: described, hashed, to the keeper, to disk.
+"""Snapshots on their way out of the rank: described, hashed, to disk, to keepers.
 
 One thread a rank does it beside the training. Promises: a snapshot is leased from the ring
 until it has gone everywhere, so that what is hashed, sent and written is one state; a
@@ -22,9 +22,9 @@ from launch.background import yield_to_training
 from launch.checkpoints import write_rank_file
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.snapshot_ring import Slot, SnapshotRing
-from launch.snapshots import SnapshotKey, SnapshotStore, digest_of
+from launch.snapshots import PartnerCopies, SnapshotKey, SnapshotStore, digest_of
 
-Tier = Literal["ring", "memory", "disk"]
+Tier = Literal["ring", "memory", "partner", "disk"]
 
 _STORE_PAUSE_S = 60.0
 """How long the keeper is left alone after it failed: a hung one must not hold up the ring."""
@@ -37,6 +37,7 @@ class _Shipment:
     slot: Slot
     key: SnapshotKey
     to_disk: bool
+    replicated: bool
     dropped: bool = False
 
 
@@ -49,9 +50,11 @@ class Shipper:
         store: SnapshotStore | None,
         job_dir: Path,
         send: Callable[[Report], None],
+        partners: PartnerCopies | None = None,
     ) -> None:
         self._ring = ring
         self._store = store
+        self._partners = partners
         self._store_resumes = 0.0
         self._job_dir = job_dir
         self._send = send
@@ -63,12 +66,21 @@ class Shipper:
         self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
         self._thread.start()
 
-    def ship(self, slot: Slot, *, to_disk: bool) -> None:
-        """Send a snapshot just taken on its way; returns at once."""
+    @property
+    def behind(self) -> bool:
+        """Whether a copy is still on its way to a partner node."""
+        return self._partners is not None and self._partners.behind
+
+    def ship(self, slot: Slot, *, to_disk: bool, replicated: bool = False) -> None:
+        """Send a snapshot just taken on its way; returns at once.
+
+        ``replicated``: to partner nodes too, as every rank does with its copy of this step.
+        """
         assert slot.key is not None
         self._ring.lease(slot)
         with self._changed:
-            self._queue.append(_Shipment(slot, slot.key, to_disk))
+            replicated = replicated and self._partners is not None
+            self._queue.append(_Shipment(slot, slot.key, to_disk, replicated))
             self._changed.notify_all()
 
     def drop_after(self, step: int) -> None:
@@ -127,6 +139,8 @@ class Shipper:
                     return
             else:
                 self._report(shipment, tier, path)
+        if shipment.replicated and not shipment.dropped:
+            self._to_partners(shipment)
 
     def _seal(self, shipment: _Shipment) -> str:
         """Write the header into the block and hash the whole."""
@@ -143,11 +157,32 @@ class Shipper:
         if time.monotonic() < self._store_resumes:
             raise RuntimeError("the keeper failed a moment ago and is left alone for a while")
         try:
-            self._store.put(shipment.key, shipment.slot.block.numpy(), shipment.slot.digest)
+            self._store.put(
+                shipment.key,
+                shipment.slot.block.numpy(),
+                shipment.slot.digest,
+                replicated=shipment.replicated,
+            )
         except Exception:
             self._store_resumes = time.monotonic() + _STORE_PAUSE_S
             raise
         return ""
+
+    def _to_partners(self, shipment: _Shipment) -> None:
+        """Send a copy on its way to other nodes; what becomes of it is told later."""
+        key, slot = shipment.key, shipment.slot
+        digest, nbytes = slot.digest, slot.block.numel()
+        assert self._partners is not None and digest is not None
+
+        def told(error: str) -> None:
+            place = (key.attempt, key.timeline, key.rank, key.step)
+            self._send(
+                CopyFailed(*place, "partner", error)
+                if error
+                else SnapshotReport(*place, "partner", nbytes, digest)
+            )
+
+        self._partners.offer(key, slot.block.numpy(), digest, told)
 
     def _to_disk(self, shipment: _Shipment) -> str:
         assert shipment.slot.digest is not None

@@ -8,6 +8,7 @@ keepers and supervisors import it. The bytes themselves are ``launch.state_block
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,14 +70,39 @@ class StoredSnapshot:
     digest: str
 
 
-class SnapshotStore(Protocol):
-    """Where ranks put copies of their state outside their own process."""
-
-    def put(self, key: SnapshotKey, payload: Payload, digest: str) -> None:
-        """Blocks until a copy is held and checked; raises when it isn't."""
+class SnapshotSource(Protocol):
+    """Where a rank may find a copy of its state."""
 
     def get(self, key: SnapshotKey) -> StoredSnapshot | None:
-        """The copy, or None."""
+        """The copy, or None. Raises DamagedSnapshotError, or what says that it can't be had."""
+
+
+class SnapshotStore(SnapshotSource, Protocol):
+    """Where ranks put copies of their state outside their own process."""
+
+    def put(
+        self, key: SnapshotKey, payload: Payload, digest: str, *, replicated: bool = False
+    ) -> None:
+        """Blocks until a copy is held and checked; raises when it isn't.
+
+        ``replicated``: all ranks send this step to partner nodes too.
+        """
+
+
+class PartnerCopies(Protocol):
+    """The copies of a rank's state on other nodes."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether a copy is still on its way: another would only queue up."""
+
+    def offer(
+        self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str], None]
+    ) -> None:
+        """Send a copy on its way; ``told`` is called once it is held, or with why it isn't.
+
+        Never waits for another node, never raises.
+        """
 
 
 def digest_of(payload: Payload) -> str:

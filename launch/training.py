@@ -1,6 +1,6 @@
 """The training loop of one rank around its engine.
 
-    result = TrainingLoop(assignment, mailbox, outbox, keeper).run()
+    result = TrainingLoop(assignment, mailbox, outbox, stores).run()
 
 One step is: batch, drills, engine, agree, commands, snapshot, report. Promises: rolled
 back or restarted, the loop reproduces the same losses to the bit when data and precision
@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.checkpoints import read_rank_file
 from launch.commands import (
     Assignment,
     BackendReport,
@@ -30,7 +29,6 @@ from launch.commands import (
     ExchangeReport,
     RankReport,
     RankResult,
-    RestorePoint,
     Rollback,
     RollbackReport,
     SetExchange,
@@ -41,22 +39,18 @@ from launch.data import DataError, TokenStream, batch_of
 from launch.drills import Drills, check_target
 from launch.engine import engine_of
 from launch.mailbox import Mailbox
-from launch.process_group import agree, join, require_same
+from launch.node_memory import free_bytes
+from launch.process_group import agree, gather, join, require_same
 from launch.random_state import RandomState
+from launch.replicas import RankState, refuse_too_large
 from launch.reporter import Outbox, Reporter
+from launch.restoring import Found, Restorer
 from launch.schedule import lr_at
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
-from launch.snapshots import (
-    DamagedSnapshotError,
-    MismatchedSnapshotError,
-    MissingSnapshotError,
-    SnapshotKey,
-    SnapshotStore,
-    StoredSnapshot,
-    refuse_damaged,
-)
-from launch.state_block import load_into, unpack
+from launch.snapshots import MismatchedSnapshotError, SnapshotKey
+from launch.state_block import StateLayout, load_into
+from launch.stores import NO_STORES, Stores
 from parallel.config import Precision
 from parallel.engine import StepResult
 from parallel.exchange_choice import ExchangeChoice
@@ -75,13 +69,13 @@ class TrainingLoop:
         assignment: Assignment,
         mailbox: Mailbox,
         outbox: Outbox,
-        keeper: SnapshotStore | None = None,
+        stores: Stores = NO_STORES,
     ) -> None:
-        """``outbox`` is called by the loop's reporter thread, ``keeper`` by its shipper."""
+        """``outbox`` is called by the loop's reporter thread, ``stores`` by its shipper."""
         self._assignment = assignment
         self._run_config = assignment.run
         self._mailbox = mailbox
-        self._keeper = keeper
+        self._stores = stores
         self._reporter = Reporter(outbox)
         self._step = 0
         self._timeline = assignment.timeline
@@ -122,11 +116,14 @@ class TrainingLoop:
         self._engine.scope.collect(self._is_sampled(step))
         checksums = self._replica_check.sums() if self._is_compared(step) else None
         result = self._engine.train_step(self._micro_batches(batch), lr)
-        command = agree(self._world, self._mailbox.newest(), step, result.skipped)
+        agreed = agree(
+            self._world, self._mailbox.newest(), step, result.skipped, self._shipper.behind
+        )
         report = self._measure(step, batch, lr, drills, result) | {"checksums": checksums}
         self._step += 1
-        restoring_s = self._apply(self._mailbox.take(command))
-        self._snapshot_if_due()
+        restoring_s = self._apply(self._mailbox.take(agreed.command))
+        # Where one rank skips a step all do, or partners would hold steps of some ranks alone.
+        self._snapshot_if_due(replicated=not agreed.behind)
         self._report(report, result, time.perf_counter() - started - restoring_s)
 
     def _prepare(self) -> None:
@@ -142,13 +139,18 @@ class TrainingLoop:
         self._announce_backend()
         self._random = RandomState()
         self._tensors = {**self._engine.live_tensors(), **self._random.tensors}
-        if assignment.restore is not None:
-            self._restore(assignment.restore)
+        started_from = self._restore()
         self._engine.set_precision(assignment.precision)
-        self._decide_exchange()
-        self._ring = SnapshotRing(run.snapshots.keep, self._tensors, len(str(self._meta())))
+        self._decide_exchange(started_from)
+        meta_bytes = len(str(self._meta()))
+        self._check_room(StateLayout(self._tensors, meta_bytes).nbytes)
+        self._ring = SnapshotRing(run.snapshots.keep, self._tensors, meta_bytes)
         self._shipper = Shipper(
-            self._ring, self._keeper, Path(assignment.job_dir), self._reporter.send
+            self._ring,
+            self._stores.own,
+            Path(assignment.job_dir),
+            self._reporter.send,
+            self._stores.partners,
         )
         self._threads.append(self._shipper)
         self._drills = Drills(
@@ -158,7 +160,7 @@ class TrainingLoop:
             target=self._engine.faults,
             announce=self._announce_drill,
         )
-        self._snapshot(to_disk=False)
+        self._snapshot(to_disk=False, replicated=True)
         seconds = time.perf_counter() - started
         logger.info(
             "attempt %d: ready for step %d after %.2f s", assignment.attempt, self._step, seconds
@@ -227,7 +229,7 @@ class TrainingLoop:
         )
         return seconds
 
-    def _snapshot_if_due(self) -> None:
+    def _snapshot_if_due(self, *, replicated: bool) -> None:
         run = self._run_config
         every = run.checkpoint.every
         stopping = self._stop is not None and self._stop.checkpoint
@@ -237,12 +239,12 @@ class TrainingLoop:
             stopping or self._step == run.training.steps or (every > 0 and self._step % every == 0)
         )
         if to_disk or self._step % run.snapshots.every == 0:
-            self._snapshot(to_disk)
+            self._snapshot(to_disk=to_disk, replicated=replicated)
 
-    def _snapshot(self, to_disk: bool) -> None:
+    def _snapshot(self, *, to_disk: bool, replicated: bool) -> None:
         self._random.capture()
         slot = self._ring.take(self._key(), self._meta())
-        self._shipper.ship(slot, to_disk=to_disk)
+        self._shipper.ship(slot, to_disk=to_disk, replicated=replicated)
 
     def _key(self) -> SnapshotKey:
         a = self._assignment
@@ -258,37 +260,34 @@ class TrainingLoop:
             "engine": self._engine.meta(),
         }
 
-    def _restore(self, point: RestorePoint) -> None:
+    def _restore(self) -> Found | None:
         """Load the state that the attempt starts from, or raise a SnapshotError."""
-        rank = self._assignment.rank
-        stored = self._fetch(point)
-        try:
-            meta, tensors = unpack(stored.payload)
-        except ValueError as error:
-            raise DamagedSnapshotError(rank, point.step, point.tier, str(error)) from error
-        if meta["data"] != self._stream.fingerprint:
+        a = self._assignment
+        found = Restorer(a, self._stores.sources, self._world, self._reporter.send).find()
+        if found is None:
+            return None
+        if found.meta["data"] != self._stream.fingerprint:
             raise DataError(
                 f"{self._run_config.data.source} has other files or sizes than when the state "
-                f"of step {point.step} was saved: the same batches would be other text"
+                f"of step {found.point.step} was saved: the same batches would be other text"
             )
         try:
-            load_into(self._tensors, tensors)
-            self._engine.load_meta(meta["engine"])
+            load_into(self._tensors, found.tensors)
+            self._engine.load_meta(found.meta["engine"])
         except ValueError as error:
-            raise MismatchedSnapshotError(rank, point.step, point.tier, str(error)) from error
+            point = found.point
+            raise MismatchedSnapshotError(a.rank, point.step, point.tier, str(error)) from error
         self._random.restore()
-        self._step = point.step
+        self._step = found.point.step
+        return found
 
-    def _fetch(self, point: RestorePoint) -> StoredSnapshot:
-        a = self._assignment
-        if point.tier == "disk":
-            return read_rank_file(point.path, a.rank, point.step)
-        key = SnapshotKey(a.job, point.attempt, point.timeline, a.rank, point.step)
-        stored = None if self._keeper is None else self._keeper.get(key)
-        if stored is None:
-            raise MissingSnapshotError(a.rank, point.step, "memory", "the keeper doesn't hold it")
-        refuse_damaged(stored, a.rank, point.step, "memory")
-        return stored
+    def _check_room(self, nbytes: int) -> None:
+        """Refuse, on every rank alike, snapshots that some node has no memory for."""
+        a, snapshots = self._assignment, self._run_config.snapshots
+        room = free_bytes() + self._stores.held_nbytes
+        mine = RankState(a.rank - a.local_rank, nbytes, room)
+        states = gather(self._world, mine)
+        refuse_too_large(states, snapshots.keep, snapshots.replicas or 0)
 
     def _measure(
         self, step: int, batch: int, lr: float, drills: tuple[int, ...], result: StepResult
@@ -350,7 +349,7 @@ class TrainingLoop:
 
         self._reporter.send(report)
 
-    def _decide_exchange(self) -> None:
+    def _decide_exchange(self, started_from: Found | None) -> None:
         """Take the job's decision; under ``auto``, where there is none yet, make it.
 
         A state that is restored was trained with the decision, stored or not.
@@ -361,7 +360,7 @@ class TrainingLoop:
             return
         if self._run_config.communication_data_type != "auto":
             return
-        if a.restore is None:
+        if started_from is None:
             choice = self._engine.choose_exchange(self._world)
         else:
             was = f"so it was in the state of step {self._step}"

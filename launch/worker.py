@@ -29,7 +29,7 @@ from typing import Any, TextIO
 from launch.allocator import keep_freed_memory
 from launch.background import run_politely
 from launch.commands import Assignment, Command, RankResult, Report
-from launch.keeper import KeeperStore
+from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.mailbox import CommandRefusedError, Mailbox
 from launch.snapshots import SnapshotError
 
@@ -103,8 +103,10 @@ class Worker:
         self._watch(owner)
         return True
 
-    def run(self, assignment: Assignment, supervisor: Any, keeper: Any) -> RankResult:
-        """Run the whole attempt of one rank; ``keeper`` None: no copies outside the process.
+    def run(
+        self, assignment: Assignment, supervisor: Any, keepers: KeeperHandles = NO_KEEPERS
+    ) -> RankResult:
+        """Run the whole attempt of one rank.
 
         Raises SnapshotError when the state to start from can't be used, RankFailedError
         for everything else that the loop raised.
@@ -129,8 +131,7 @@ class Worker:
                 _exit(f"the supervisor is gone: {type(error).__name__}")
 
         with _logging_to(_log_path(assignment)):
-            store = None if keeper is None else KeeperStore(keeper)
-            loop = TrainingLoop(assignment, self._mailbox, deliver, store)
+            loop = TrainingLoop(assignment, self._mailbox, deliver, stores_of(keepers))
             try:
                 return loop.run()
             except SnapshotError:

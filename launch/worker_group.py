@@ -14,31 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import socket
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launch import standby
 from launch.commands import Assignment, Command
-from launch.rank_group import RankEnd, Seat
+from launch.keeper import Inventory
+from launch.keeper_clients import KeeperHandles
+from launch.node_calls import Answers, Call, call_all, named_actor
+from launch.process_end import GONE_S, end_processes
+from launch.rank_group import NodeSilentError, RankEnd, Seat
+from launch.replicas import partners
 from launch.snapshots import SnapshotKey
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "octavo"
 ANSWER_S = 10.0
 """Seconds that a keeper or a node may take to answer."""
 PING_S = 0.5
 """Seconds that idle workers may take to say that they live."""
-TERM_S = 0.5
-"""Seconds after which a killed worker's process is sent SIGKILL by its number."""
-GONE_S = 10.0
-"""Seconds that processes may take to disappear."""
 
 
 @dataclass(eq=False)
@@ -76,6 +73,12 @@ class WorkerGroup:
         self._seats: list[Seat] = []
         self._ranks: list[_Worker] = []
         self._standby: list[_Worker] = []
+        self._held: dict[str, Inventory] = {}
+        """What each keeper held when it was last asked."""
+        self._left: dict[str, list[int]] = {}
+        """Processes on nodes that didn't answer when they were to end them."""
+        self._keepers: dict[str, str] = {}
+        """Each node's keeper, of all nodes that this group has been on."""
         self._ends: dict[int, RankEnd] = {}
         self._on_change = on_change
         self._settled: set[Any] = set()
@@ -87,6 +90,7 @@ class WorkerGroup:
         self._ends = {}
         self._settled.clear()
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
+        self._keepers |= {seat.node_id: seat.keeper for seat in seats}
         self._standby = _living(self._standby)
         self._ranks = [self._claim(seat.node_id) or self._create(seat) for seat in self._seats]
         for worker in self._ranks:
@@ -103,15 +107,35 @@ class WorkerGroup:
         return all(worker.info is not None for worker in self._ranks)
 
     def master(self) -> tuple[str, int]:
-        """Address of rank 0's node, and a port that was free there a moment ago."""
+        """Address of rank 0's node, and a port that was free there a moment ago.
+
+        Raises NodeSilentError when the node doesn't answer.
+        """
         seat = self._seats[0]
-        return seat.node_ip, self._on_node(seat.node_id, free_port, seat.node_ip)
+        answers = self._on_nodes({seat.node_id: (free_port, seat.node_ip)}, ANSWER_S)
+        if seat.node_id in answers.silent:
+            raise NodeSilentError(seat.node_ip, answers.silent[seat.node_id])
+        return seat.node_ip, answers.values[seat.node_id]
 
     def run(self, assignments: Sequence[Assignment]) -> None:
-        """Start the loops; each rank gets its node's keeper."""
-        keepers = {seat.keeper: _actor(seat.keeper) for seat in self._seats}
+        """Start the loops; each rank gets its node's keeper, its partners', and its sources."""
+        order = list(dict.fromkeys(seat.keeper for seat in self._seats))
+        keepers = {name: named_actor(name) for name in order}
         for worker, seat, assignment in zip(self._ranks, self._seats, assignments, strict=True):
-            worker.run = worker.actor.run.remote(assignment, self._owner, keepers[seat.keeper])
+            ring = _ring(order, seat.keeper, assignment)
+            holding = _holding(self._held, assignment)
+            # Partners first: theirs is the way that the copies came.
+            others = sorted(holding.keys() - {seat.keeper}, key=lambda name: name not in ring)
+            own = self._held.get(seat.keeper)
+            handles = KeeperHandles(
+                own=keepers[seat.keeper],
+                partners=tuple(k for name in ring if (k := keepers[name]) is not None),
+                sources=tuple(k for name in others if (k := keepers.get(name)) is not None),
+                own_is_source=seat.keeper in holding,
+                nbytes=max(holding.values(), default=0),
+                held_nbytes=own.total_nbytes if own is not None else 0,
+            )
+            worker.run = worker.actor.run.remote(assignment, self._owner, handles)
             self._follow(worker.run)
 
     def ended(self) -> tuple[RankEnd, ...]:
@@ -148,19 +172,39 @@ class WorkerGroup:
         self._standby = keep + [self._create(seats[node_id]) for node_id in wanted]
 
     def copies(self) -> list[SnapshotKey]:
-        """What the keepers hold; one that does not answer holds nothing."""
+        """What the keepers hold, each copy once; one that does not answer holds nothing."""
         import ray
 
-        keys: list[SnapshotKey] = []
+        asked = {}
         for name in dict.fromkeys(seat.keeper for seat in self._seats):
-            keeper = _actor(name)
-            if keeper is None:
-                continue
+            keeper = named_actor(name)
+            if keeper is not None:
+                asked[keeper.inventory.remote(self._job)] = name
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        self._held = {}
+        for reference, name in asked.items():
             try:
-                keys += ray.get(keeper.keys.remote(self._job), timeout=ANSWER_S)
+                self._held[name] = ray.get(reference, timeout=0)
             except ray.exceptions.RayError as error:
                 logger.warning("keeper %s does not answer: %s", name, error)
-        return keys
+        return list(dict.fromkeys(key for held in self._held.values() for key in held.nbytes))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that each node's keeper held when ``copies`` last asked, by keeper."""
+        return {name: held.total_nbytes for name, held in self._held.items()}
+
+    def settle(self, replicas: int) -> None:
+        """Every copy is where it belongs: keepers forget ranks that are no longer theirs."""
+        order = list(dict.fromkeys(seat.keeper for seat in self._seats))
+        theirs: dict[str, set[int]] = {name: set() for name in order}
+        for rank, seat in enumerate(self._seats):
+            place = order.index(seat.keeper)
+            for holder in (place, *partners(place, len(order), replicas)):
+                theirs[order[holder]].add(rank)
+        for name, ranks in theirs.items():
+            if (keeper := named_actor(name)) is not None:
+                keeper.retain.remote(self._job, ranks)
 
     def close(self) -> None:
         """End ranks and standby workers."""
@@ -195,33 +239,32 @@ class WorkerGroup:
         return _Worker(actor, seat.node_id, actor.ready.remote())
 
     def _end_all(self, workers: Sequence[_Worker]) -> None:
-        import ray
-
-        pids: dict[str, list[int]] = {}
+        """On all nodes at once, and again where they were out of reach the last time."""
+        pids, self._left = self._left, {}
         for worker in workers:
             if (info := _info(worker)) is not None:
                 pids.setdefault(worker.node_id, []).append(info.pid)
             _kill(worker)
-        for node_id, numbers in pids.items():
-            try:
-                left = self._on_node(node_id, end_processes, numbers)
-            except ray.exceptions.RayError as error:
-                # The node is gone, and its processes with it.
-                logger.warning("node %s does not answer: %s", node_id[:8], error)
-                continue
+        calls = {node_id: (end_processes, numbers) for node_id, numbers in pids.items()}
+        answers = self._on_nodes(calls, ANSWER_S + GONE_S)
+        for node_id, left in answers.values.items():
             if left:
                 logger.error("processes %s on node %s do not end", left, node_id[:8])
+        living = _living_nodes() if answers.silent else set()
+        for node_id, why in answers.silent.items():
+            logger.warning("node %s does not answer: %s", node_id[:8], why)
+            if node_id in living:
+                # A dead node's processes are gone with it.
+                self._left[node_id] = pids[node_id]
 
-    def _on_node(self, node_id: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Call on that node; here, when that is where we are."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        if ray.get_runtime_context().get_node_id() == node_id:
-            return call(*args)
-        place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        task = ray.remote(call).options(num_cpus=0, scheduling_strategy=place).remote(*args)
-        return ray.get(task, timeout=ANSWER_S + GONE_S)
+    def _on_nodes(self, calls: Mapping[str, tuple[Any, ...]], timeout_s: float) -> Answers:
+        """Calls by node: a function, then its arguments."""
+        made = []
+        for node_id, (function, *arguments) in calls.items():
+            keeper = self._keepers.get(node_id)
+            handle = None if keeper is None else named_actor(keeper)
+            made.append(Call(node_id, handle, function, tuple(arguments)))
+        return call_all(made, timeout_s)
 
 
 def free_port(address: str) -> int:
@@ -231,50 +274,6 @@ def free_port(address: str) -> int:
         listener.bind((address, 0))
         port: int = listener.getsockname()[1]
         return port
-
-
-def end_processes(pids: Sequence[int]) -> list[int]:
-    """Wait for worker processes of this node to disappear, with SIGKILL's help; who is left."""
-    started = time.monotonic()
-    left = [pid for pid in pids if _runs(pid)]
-    while left and time.monotonic() - started < GONE_S:
-        if time.monotonic() - started > TERM_S:
-            for pid in filter(_is_ray_worker, left):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-        left = [pid for pid in left if _runs(pid)]
-    return left
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is a process of that number that has not ended."""
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _is_ray_worker(pid: int) -> bool:
-    """Whether the number is still a Ray worker's: it may be another process' by now."""
-    import psutil
-
-    try:
-        return any(part.startswith("ray::") for part in psutil.Process(pid).cmdline()[:1])
-    except psutil.Error:
-        return False
-
-
-def _actor(name: str) -> Any:
-    """The actor of that name, None if there is none."""
-    import ray
-
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
 
 
 def _kill(worker: _Worker) -> None:
@@ -336,3 +335,27 @@ def _line(error: BaseException) -> str:
         return error.cause.strip().splitlines()[0]
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+
+
+def _ring(order: Sequence[str], keeper: str, assignment: Assignment) -> list[str]:
+    """Keepers of other nodes that get copies of what ``keeper`` holds for its own ranks."""
+    replicas = assignment.run.snapshots.replicas or 0
+    return [order[place] for place in partners(order.index(keeper), len(order), replicas)]
+
+
+def _holding(held: Mapping[str, Inventory], assignment: Assignment) -> dict[str, int]:
+    """Keepers with a copy that this rank may start from, and the size of the largest."""
+    points = [p for p in (assignment.restore, *assignment.fallbacks) if p is not None]
+    made = {(p.attempt, p.timeline, p.step) for p in points if p.tier == "memory"}
+    found: dict[str, int] = {}
+    for name, inventory in held.items():
+        for key, nbytes in inventory.nbytes.items():
+            if key.rank == assignment.rank and key.order() in made:
+                found[name] = max(nbytes, found.get(name, 0))
+    return found
+
+
+def _living_nodes() -> set[str]:
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -22,10 +22,12 @@ STEP_TIMEOUT_MEDIANS = 20.0
 def assignments(
     resume: ResumeState,
     facts: JobFacts,
-    restore: RestorePoint | None,
+    restore: Sequence[RestorePoint],
     master: tuple[str, int],
 ) -> list[Assignment]:
     """One assignment a rank, in order of ranks; ranks fill the nodes in their order.
+
+    ``restore``: where they may start from, best first; () for the seed.
 
     With rank = (pipe * data + d) * tensor + t, neighbours in tensor share a node, and
     pipeline stages are cut across nodes.
@@ -52,7 +54,8 @@ def assignments(
                     master_port=master[1],
                     job_dir=resume.job_dir,
                     run=run,
-                    restore=restore,
+                    restore=restore[0] if restore else None,
+                    fallbacks=tuple(restore[1:]),
                     ledger=facts.ledger,
                     precision=precision,
                     lr_scale=facts.lr_scale,

@@ -25,6 +25,8 @@ class AttemptState:
         self.book = SnapshotBook(resume.spec.snapshots, resume.attempt, world_size)
         self.restore: RestorePoint | None = None
         """What it started from; None: the seed."""
+        self.fallbacks: tuple[RestorePoint, ...] = ()
+        """What its ranks may start from instead, best first."""
         self.step_times: deque[float] = deque(maxlen=256)
         """Seconds of the newest steps; empty before the attempt's first."""
         self.ended_since: float | None = None

@@ -8,7 +8,7 @@ newest record is left out, for what it led to may still be under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import takewhile
 from typing import Any
@@ -33,8 +33,9 @@ class Begun:
     attempt: int
     new_supervisor: bool
     """Its detectors came from the store; else they are those of the attempt before."""
-    start: int | None
-    """Step at which its ranks were given out; None: they never were."""
+    starts: tuple[int, ...]
+    """Step at which its ranks were given out, then those that they went down to where copies
+    were damaged; (): they never were given out."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,11 @@ def _trace(
                     "could be gone back to, nor which supervisor began an attempt"
                 )
             others.add(str(detail.get("octavo", "of another version")))
-            begun[number] = Begun(number, bool(detail.get("new_supervisor", True)), None)
-        elif event["kind"] == "attempt_started":
+            begun[number] = Begun(number, bool(detail.get("new_supervisor", True)), ())
+        elif event["kind"] in ("attempt_started", "restored_older"):
             number = int(detail["attempt"])
-            begun[number] = Begun(number, begun[number].new_supervisor, int(detail["step"]))
+            starts = (*begun[number].starts, int(detail["step"]))
+            begun[number] = replace(begun[number], starts=starts)
 
     def within(row: Mapping[str, Any]) -> bool:
         # Of what the newest record led to, nobody knows yet while the job goes on.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.commands import CopyFailed, DrillReport, RestorePoint
+from launch.commands import CopyFailed, CopyRefused, DrillReport, RestoredOlder, RestorePoint
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.controls import Control, ControlAnswer
@@ -100,6 +100,29 @@ def copy_failed(report: CopyFailed) -> Notice:
         "copy_failed",
         f"Rank {report.rank} has no {report.tier} copy of step {report.step}: {why}.",
         {"rank": report.rank, "step": report.step, "tier": report.tier},
+    )
+
+
+def copy_passed_over(report: CopyRefused) -> Notice:
+    """A rank's copy is damaged or missing; the next tier, or an older step, is taken."""
+    instead = "another copy of it" if report.point is None else "an older step"
+    where = {"memory": "its node's keeper", "partner": "a partner's keeper", "disk": "the disk"}
+    return Notice(
+        "copy_passed_over",
+        f"Rank {report.rank}'s copy of step {report.step} on {where[report.tier]} is not used, "
+        f"{instead} is: {report.error.rstrip('. ')}.",
+        {"rank": report.rank, "step": report.step, "tier": report.tier},
+    )
+
+
+def restored_older(report: RestoredOlder, wanted: int) -> Notice:
+    """Not every rank had a usable copy of the step that the attempt was to start from."""
+    source = {"memory": "a copy in memory", "disk": "a checkpoint"}[report.point.tier]
+    return Notice(
+        "restored_older",
+        f"Attempt {report.attempt} starts at step {report.step}, from {source}: not every rank "
+        f"has a usable copy of step {wanted}.",
+        {"attempt": report.attempt, "step": report.step, "tier": report.point.tier},
     )
 
 

@@ -259,10 +259,10 @@ class _Replay:
         # All ranks as one: what is stored is that all of them had a snapshot.
         self._book = SnapshotBook(spec.snapshots, begun.attempt, world_size=1)
         self._stretches.append(Stretch(begun.attempt, facts.timeline))
-        if begun.start is not None:
-            if begun.start > facts.step + 1:
+        for start in begun.starts:
+            if start > facts.step + 1:
                 self._bank = new_bank(self._spec)
-            self._bank.rewind(begun.start)
+            self._bank.rewind(start)
 
     # Steps.
 

@@ -1,7 +1,8 @@
 """Where the next attempt takes its state from. Pure: choosing, not loading.
 
 Promises: every rank gets the same step; a copy made on a branch that was given up later
-is never offered; candidates come best first: the newest step, memory before disk.
+is never offered; candidates come best first: the newest step, memory before disk. Whose
+memory, the rank's own node's or a partner's, makes no difference here: it is the same state.
 """
 
 from __future__ import annotations
@@ -79,3 +80,21 @@ def choose(
     seen = max((p for p in usable if p.step <= recorded + 1), key=preference, default=None)
     start = seen.step if seen else 0
     return newest if newest.step - start > reach else seen
+
+
+def candidates(
+    points: Sequence[RestorePoint],
+    actions: Sequence[Action],
+    refused: Collection[RestorePoint] = (),
+    *,
+    recorded: int | None = None,
+    reach: int = 0,
+) -> tuple[RestorePoint, ...]:
+    """``choose``'s answer, then what it would be without that one, and so on; () for the seed.
+
+    Ranks go down this list together where one of them has no usable copy.
+    """
+    found: list[RestorePoint] = []
+    while point := choose(points, actions, {*refused, *found}, recorded=recorded, reach=reach):
+        found.append(point)
+    return tuple(found)

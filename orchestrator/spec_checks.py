@@ -226,6 +226,16 @@ def _snapshots(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(("snapshots", "certify_after"), message, f"at most {reach}, or keep: {need}")
 
 
+def _replicas(spec: JobSpec) -> Iterator[Finding]:
+    replicas, others = spec.snapshots.replicas or 0, spec.num_nodes - 1
+    if replicas > others:
+        message = (
+            f"a copy is never on its own node, and num_nodes {spec.num_nodes} leaves {others} other"
+            f"{'s' * (others != 1)}"
+        )
+        yield Finding(("snapshots", "replicas"), message, f"make it at most {others}")
+
+
 def detection_findings(limits: DetectionConfig) -> Iterator[Finding]:
     """What contradicts itself in a ``detection`` section, a job's or a policy's."""
     if limits.min_history > limits.window:
@@ -328,6 +338,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("training", "steps"), ("training", "warmup_steps")), _schedule),
     ((("training", "betas"),), _betas),
     (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),
+    ((("snapshots", "replicas"), ("num_nodes",)), _replicas),
     (tuple(("detection", k) for k in ("window", "min_history", *_EXCHANGE_ERROR)), _detection),
     ((("fp8", "high_precision_layers"), ("model", "num_layers")), _high_precision),
     (

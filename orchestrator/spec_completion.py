@@ -116,6 +116,9 @@ def complete(spec: JobSpec) -> JobSpec:
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
     }
+    snapshots = {}
+    if spec.snapshots.replicas is None:
+        snapshots["replicas"] = min(1, spec.num_nodes - 1)
     detection = {}
     if spec.detection.exchange_error is None:
         detection["exchange_error"] = EXCHANGE_ERROR[spec.gradient_exchange.format]
@@ -125,6 +128,7 @@ def complete(spec: JobSpec) -> JobSpec:
             "parallelism": spec.parallelism.model_copy(update={"data": data}),
             "model": spec.model.model_copy(update=model),
             "training": spec.training.model_copy(update=training),
+            "snapshots": spec.snapshots.model_copy(update=snapshots),
             "detection": spec.detection.model_copy(update=detection),
         }
     )

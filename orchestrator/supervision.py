@@ -18,20 +18,20 @@ from enum import Enum
 from launch.commands import (
     BackendReport,
     CopyFailed,
+    CopyRefused,
     DrillReport,
     ExchangeReport,
     Order,
     RankReport,
     Report,
-    RestorePoint,
+    RestoredOlder,
     RollbackReport,
     SetExchange,
     SetPrecision,
     SnapshotReport,
     Stop,
 )
-from launch.rank_group import RankEnd, RankGroup
-from launch.snapshots import SnapshotError
+from launch.rank_group import NodeSilentError, RankEnd, RankGroup
 from monitoring.records import Incident, StepRecord
 from orchestrator import notices
 from orchestrator.actions import Action
@@ -50,9 +50,9 @@ from orchestrator.lost_ranks import died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
-from orchestrator.restore import choose, on_living_branch, points_in_memory
 from orchestrator.rungs import drafted
 from orchestrator.spec_backend import backend_of
+from orchestrator.starting_points import StartingPoints
 from orchestrator.way_back import joined, left_open
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Supervision:
         num_to_keep = resume.spec.checkpoint.num_to_keep
         self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world)
         self._bank = bank_of(resume)
-        self._refused: set[RestorePoint] = set()
+        self._starts = StartingPoints(group, self._shelf, resume.spec.snapshots, self._world)
         self._way_back = left_open(resume)
         self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
         self._stop_reason: str | None = None
@@ -200,6 +200,11 @@ class Supervision:
                     attempt.facts.fired_drills.add(report.drill)
                 case CopyFailed():
                     self._journal.happened(notices.copy_failed(report), now)
+                case CopyRefused():
+                    self._starts.passed_over(report)
+                    self._journal.happened(notices.copy_passed_over(report), now)
+                case RestoredOlder():
+                    self._restored_older(report, now)
                 case BackendReport(choice=choice):
                     self._journal.chosen(choice, now)
                 case ExchangeReport():
@@ -335,8 +340,7 @@ class Supervision:
 
     def points_after_restart(self) -> set[int]:
         """Steps that another attempt could start from."""
-        copies = points_in_memory(self._group.copies(), self._world)
-        return self._usable(copies) | self._usable(self._shelf.points())
+        return self._starts.steps(self._attempt.facts.actions)
 
     def take_in(self, action: Action, now: float) -> None:
         """Store what a person asked for, and build on it from here on."""
@@ -358,15 +362,10 @@ class Supervision:
         """Stop the ranks after a checkpoint, and with them the job."""
         self._stop(now, JobState.PAUSED, Cause.PAUSE_ASKED, reason, control)
 
-    def _usable(self, points: Sequence[RestorePoint]) -> set[int]:
-        """Steps of those that are on this branch and weren't found damaged."""
-        actions = self._attempt.facts.actions
-        return {p.step for p in points if p not in self._refused and on_living_branch(p, actions)}
-
     def _all_on_disk(self) -> bool:
         """Whether what was trained, if anything, can be taken up from a checkpoint."""
-        trained = self._attempt.facts.step + 1
-        return max(self._usable(self._shelf.points()), default=0) >= trained
+        facts = self._attempt.facts
+        return max(self._starts.steps_on_disk(facts.actions), default=0) >= facts.step + 1
 
     # Attempts.
 
@@ -398,30 +397,35 @@ class Supervision:
         if self._failed(now) or self._late(now) or not self._group.ready():
             return
         attempt = self._attempt
-        points = points_in_memory(self._group.copies(), self._world) + self._shelf.points()
-        snapshots = self._spec.snapshots
-        attempt.restore = choose(
-            points,
-            attempt.facts.actions,
-            self._refused,
-            recorded=attempt.facts.step,
-            reach=snapshots.every * snapshots.keep,
-        )
-        start = attempt.restore.step if attempt.restore else 0
-        if start > attempt.facts.step + 1:
-            # A trend drawn across steps that nobody saw would make a healthy loss a spike.
-            self._bank = new_bank(self._spec)
-            gap = notices.unrecorded(attempt.facts.step + 1, start - 1)
-            self._journal.happened(gap, now)
-        self._bank.rewind(start)
-        self._group.run(
-            assignments(attempt.resume, attempt.facts, attempt.restore, self._group.master())
-        )
+        try:
+            master = self._group.master()
+        except NodeSilentError as error:
+            self._decide([died([RankEnd(0, "lost", error=str(error))], attempt.facts, now)], now)
+            return
+        points = self._starts.choose(attempt)
+        self._starts_at(points[0].step if points else 0, now)
+        self._group.run(assignments(attempt.resume, attempt.facts, points, master))
         self.phase = Phase.TRAINING
         started = notices.attempt_started(
             attempt.facts.attempt, self._world, attempt.restore, backend_of(self._spec)
         )
         self._journal.happened(started, now)
+
+    def _starts_at(self, start: int, now: float) -> None:
+        """Bring the detectors to the step that the attempt starts at."""
+        recorded = self._attempt.facts.step
+        if start > recorded + 1:
+            # A trend drawn across steps that nobody saw would make a healthy loss a spike.
+            self._bank = new_bank(self._spec)
+            self._journal.happened(notices.unrecorded(recorded + 1, start - 1), now)
+        self._bank.rewind(start)
+
+    def _restored_older(self, report: RestoredOlder, now: float) -> None:
+        """The ranks had no common copy of what they were to start from."""
+        wanted, self._attempt.restore = self._attempt.restore, report.point
+        self._starts_at(report.step, now)
+        told = notices.restored_older(report, wanted.step if wanted else 0)
+        self._journal.happened(told, now)
 
     def _watch(self, now: float) -> None:
         if self._failed(now) or self._late(now):
@@ -455,9 +459,8 @@ class Supervision:
         cause = first_causes(failed)[0]
         if cause.how != "lost" and now - attempt.ended_since < BLAME_S:
             return True
-        if attempt.restore is not None and _is_about(cause, attempt.restore):
-            self._refused.add(attempt.restore)
-            self._journal.happened(notices.copy_refused(attempt.restore, cause.error), now)
+        if (point := self._starts.refuse(cause, attempt)) is not None:
+            self._journal.happened(notices.copy_refused(point, cause.error), now)
         self._decide([died(failed, attempt.facts, now)], now)
         return True
 
@@ -542,9 +545,3 @@ class Supervision:
         self._journal.happened(notices.Notice("ended", message), now, (state, cause))
         self._journal.flush()
         self.phase = Phase.OVER
-
-
-def _is_about(end: RankEnd, point: RestorePoint) -> bool:
-    """Whether a rank ended because it could not load what the attempt starts from."""
-    error = end.cause
-    return isinstance(error, SnapshotError) and (error.step, error.tier) == (point.step, point.tier)

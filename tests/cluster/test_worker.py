@@ -13,6 +13,7 @@ import pytest
 
 from launch.commands import Assignment, Command, DrillReport, RankReport, Rollback, SnapshotReport
 from launch.config import RunConfig
+from launch.keeper_clients import KeeperHandles
 from launch.worker import RankFailedError, Worker, WorkerInfo
 
 WORLD = 2
@@ -95,7 +96,7 @@ class Group:
                     **more,
                 ),
                 self.owner,
-                self.keeper,
+                KeeperHandles(self.keeper),
             )
             for rank, worker in enumerate(self.workers)
         ]

@@ -14,9 +14,11 @@ import ray
 
 from launch.commands import Command, RankResult, Stop
 from launch.keeper import Keeper
+from launch.keeper_clients import KeeperHandles
+from launch.node_calls import NAMESPACE
 from launch.rank_group import Seat
 from launch.snapshots import DamagedSnapshotError, SnapshotKey, digest_of
-from launch.worker_group import NAMESPACE, WorkerGroup, free_port
+from launch.worker_group import WorkerGroup, free_port
 
 JOB = "grouped-000001"
 KEEPER = f"octavo-keeper-{JOB}-0"
@@ -33,12 +35,12 @@ class IdleWorker:
         context = ray.get_runtime_context()
         return SimpleNamespace(node_id=context.get_node_id(), hostname="here", pid=os.getpid())
 
-    def run(self, assignment: Any, supervisor: Any, keeper: Any) -> RankResult:
+    def run(self, assignment: Any, supervisor: Any, keepers: KeeperHandles) -> RankResult:
         if assignment.fault == "damaged":
             raise DamagedSnapshotError(assignment.rank, 20, "memory", "digest differs")
         if assignment.fault == "bug":
             raise ZeroDivisionError("division by zero\nwith a second line")
-        if assignment.fault == "no_keeper" and keeper is None:
+        if assignment.fault == "no_keeper" and keepers.own is None:
             raise RuntimeError("no keeper")
         while not any(isinstance(command.order, Stop) for command in self.commands):
             time.sleep(0.01)
@@ -75,13 +77,16 @@ def seats() -> list[Seat]:
     return [Seat(node["NodeID"], node["NodeManagerAddress"], SLOTS, KEEPER)]
 
 
+def assigned(rank: int, fault: str) -> Any:
+    run = SimpleNamespace(snapshots=SimpleNamespace(replicas=0))
+    return SimpleNamespace(rank=rank, fault=fault, run=run, restore=None, fallbacks=())
+
+
 def launched(group: WorkerGroup, fault: str = "", faulty: int = 1) -> list[int]:
     """Process ids of the ranks, once their loops have begun."""
     group.start(seats())
     until(group.ready)
-    group.run(
-        [SimpleNamespace(rank=r, fault=fault if r == faulty else "") for r in range(SLOTS)]  # type: ignore[misc]
-    )
+    group.run([assigned(rank, fault if rank == faulty else "") for rank in range(SLOTS)])
     return [worker.info.pid for worker in group._ranks]
 
 

@@ -53,8 +53,8 @@ class _KeeperStore:
     def __init__(self, proxy: Any) -> None:
         self._proxy = proxy
 
-    def put(self, key: SnapshotKey, payload: Any, digest: str) -> None:
-        self._proxy.put(key, bytes(payload), digest)
+    def put(self, key: SnapshotKey, payload: Any, digest: str, *, replicated: bool = False) -> None:
+        self._proxy.put(key, bytes(payload), digest, replicated=replicated)
 
     def get(self, key: SnapshotKey) -> StoredSnapshot | None:
         found: StoredSnapshot | None = self._proxy.get(key)
@@ -143,6 +143,12 @@ class LocalRanks:
         keys: list[SnapshotKey] = self._keeper.keys(JOB)
         return keys
 
+    def settle(self, replicas: int) -> None:
+        """Nothing: one keeper has all."""
+
+    def memory(self) -> dict[str, int]:
+        return {"keeper": self._keeper.inventory(JOB).total_nbytes}
+
     def close(self) -> None:
         self.kill()
         self._keepers.shutdown()
@@ -153,6 +159,7 @@ def _rank_main(pipe: Connection, assignment: Assignment, keeper: Any) -> None:
     import torch
 
     from launch.mailbox import Mailbox
+    from launch.stores import only
     from launch.training import TrainingLoop
 
     torch.set_num_threads(1)
@@ -176,7 +183,7 @@ def _rank_main(pipe: Connection, assignment: Assignment, keeper: Any) -> None:
             assignment,
             mailbox,
             lambda batch: tell("reports", list(batch)),
-            _KeeperStore(keeper),
+            only(_KeeperStore(keeper)),
         )
         result: RankResult = loop.run()
         tell("done", result)

@@ -138,6 +138,7 @@ def _body(
 ) -> Seen:
     import os
 
+    from launch.stores import only
     from launch.training import TrainingLoop
 
     fields: dict[str, Any] = {
@@ -182,7 +183,7 @@ def _body(
     if held:
         for key, (payload, digest) in held[rank].items():
             keeper.put(key, payload, digest)
-    seen.result = TrainingLoop(assignment, mailbox, outbox, keeper).run()
+    seen.result = TrainingLoop(assignment, mailbox, outbox, only(keeper)).run()
     for key in keeper.keys("job"):
         stored = keeper.get(key)
         assert stored is not None

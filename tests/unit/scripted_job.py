@@ -31,7 +31,7 @@ from launch.commands import (
     Stop,
 )
 from launch.rank_group import RankEnd, Seat
-from launch.snapshots import SnapshotKey
+from launch.snapshots import SnapshotKey, digest_of
 from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
 from orchestrator.controls import ControlAnswer
@@ -180,6 +180,7 @@ class ScriptedRanks:
     kills: int = 0
     standby: int = 0
     closed: bool = False
+    settled: list[int] = field(default_factory=list)
     on_post: Callable[[Command], None] = lambda command: None
 
     # What the supervisor calls.
@@ -226,6 +227,12 @@ class ScriptedRanks:
 
     def copies(self) -> list[SnapshotKey]:
         return list(self.held)
+
+    def settle(self, replicas: int) -> None:
+        self.settled.append(replicas)
+
+    def memory(self) -> dict[str, int]:
+        return {"keeper": 10 * len(self.held)}
 
     def close(self) -> None:
         self.kill()
@@ -294,7 +301,7 @@ class ScriptedRanks:
         folder = Path(self.assignments[0].job_dir)
         for rank in range(WORLD):
             key = SnapshotKey("scripted-000001", self.attempt, self.timeline, rank, self.step)
-            path = write_rank_file(folder, key, b"state", "d")
+            path = write_rank_file(folder, key, b"state", digest_of(b"state"))
             place = (self.attempt, self.timeline, rank, self.step)
             self.deliver([SnapshotReport(*place, "disk", 5, "d", str(path))])
 

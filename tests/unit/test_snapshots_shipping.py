@@ -28,7 +28,9 @@ class Gate:
         self.put_steps: list[int] = []
         self.payloads: dict[int, bytes] = {}
 
-    def put(self, key: SnapshotKey, payload: Payload, digest: str) -> None:
+    def put(
+        self, key: SnapshotKey, payload: Payload, digest: str, *, replicated: bool = False
+    ) -> None:
         self.put_steps.append(key.step)
         self.entered.set()
         assert self.open.wait(10)

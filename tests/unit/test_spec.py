@@ -150,6 +150,7 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"training__lr": float("nan")}, "training.lr", "finite"),
         ({"training__gradient_accumulation_steps": 0}, "training.gradient_accumulation_steps", "1"),
         ({"snapshots__certify_after": 99}, "snapshots.certify_after", "dropped before"),
+        ({"snapshots__replicas": 1}, "snapshots.replicas", "never on its own node"),
         ({"detection__min_history": 65}, "detection.min_history", "window = 64"),
         ({"detection__windw": 65}, "detection.windw", "no such key"),
         (

@@ -1,0 +1,227 @@
+"""A node's keeper, and its partners', as a rank sees them over Ray.
+
+A snapshot is put into the node's object store once; the node's own keeper reads it there, and
+Ray's object managers carry it to the partners, beside the rank. From keeper to keeper it would be
+copied into the object store a second time, on the node that trains. What is lost with a rank that
+dies meanwhile is a partner's newest copy, while the node's own keeper has that step.
+
+Promises: nothing queues up at a keeper that doesn't answer: while a call to it is under way no
+other is made, so that at most one snapshot a keeper is held for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from launch.snapshots import Payload, SnapshotKey, SnapshotSource, StoredSnapshot
+from launch.stores import Stores
+
+LEAST_RATE = 50e6
+"""Bytes a second below which a transfer counts as stuck."""
+ANSWER_S = 30.0
+"""Seconds that a keeper may take to answer, beside the time that the bytes take."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperHandles:
+    """The keeper actors that one rank has to do with."""
+
+    own: Any
+    """Of its node; None: its snapshots stay in its process."""
+    partners: tuple[Any, ...] = ()
+    """Of other nodes, which get copies of its snapshots."""
+    sources: tuple[Any, ...] = ()
+    """Of other nodes, which hold copies that it may start from."""
+    own_is_source: bool = True
+    """Whether its node's keeper holds one of those."""
+    nbytes: int = 0
+    """Size of the largest copy that it may start from."""
+    held_nbytes: int = 0
+    """What its node's keeper holds already."""
+
+
+NO_KEEPERS = KeeperHandles(None, own_is_source=False)
+
+
+def patience_s(nbytes: int) -> float:
+    """Seconds that a call which carries ``nbytes`` may take."""
+    return ANSWER_S + nbytes / LEAST_RATE
+
+
+class Parcels:
+    """The rank's snapshot in the node's object store, put there once for all keepers."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[SnapshotKey, Any] | None = None
+
+    def put(self, key: SnapshotKey, payload: Payload) -> Any:
+        """The reference; the same for a key until ``forget``."""
+        import ray
+
+        if self._newest is None or self._newest[0] != key:
+            # Arrays go through shared memory without being pickled.
+            self._newest = (key, ray.put(np.frombuffer(payload, dtype=np.uint8)))
+        return self._newest[1]
+
+    def forget(self) -> None:
+        """Whoever is to read it has the reference; the object store gets its memory back then."""
+        self._newest = None
+
+
+class KeeperStore:
+    """A node's Keeper as the ranks see it: the calls of SnapshotStore, over Ray."""
+
+    def __init__(
+        self, keeper: Any, parcels: Parcels, *, nbytes: int = 0, replicas: bool = False
+    ) -> None:
+        """``nbytes``: of what will be fetched; ``replicas``: the parcel is for partners too."""
+        self._keeper = keeper
+        self._parcels = parcels
+        self._nbytes = nbytes
+        self._replicas = replicas
+        self._unanswered: Any = None
+
+    def put(
+        self, key: SnapshotKey, payload: Payload, digest: str, *, replicated: bool = False
+    ) -> None:
+        """Blocks until the keeper has checked its copy; raises what it raised, or Ray's errors."""
+        import ray
+
+        if self._unanswered is not None and not ray.wait([self._unanswered], timeout=0)[0]:
+            raise TimeoutError("the keeper hasn't answered the call before this one")
+        parcel = self._parcels.put(key, payload)
+        self._unanswered = self._keeper.put.remote(key, parcel, digest, replicated=replicated)
+        if not (self._replicas and replicated):
+            self._parcels.forget()
+        nbytes = np.frombuffer(payload, dtype=np.uint8).nbytes
+        ray.get(self._unanswered, timeout=patience_s(nbytes))
+        self._unanswered = None
+
+    def get(self, key: SnapshotKey) -> StoredSnapshot | None:
+        """See Keeper.get; raises Ray's errors when the keeper is gone."""
+        import ray
+
+        found: StoredSnapshot | None = ray.get(
+            self._keeper.get.remote(key), timeout=patience_s(self._nbytes)
+        )
+        return found
+
+
+class Partner(Protocol):
+    """A keeper on another node."""
+
+    def send(self, key: SnapshotKey, payload: Payload, digest: str) -> Future[Any]:
+        """Begin to carry a copy there; the future has the keeper's answer, or what went wrong."""
+
+
+class RayPartner:
+    """A keeper actor on another node."""
+
+    def __init__(self, keeper: Any, parcels: Parcels) -> None:
+        self._keeper = keeper
+        self._parcels = parcels
+
+    def send(self, key: SnapshotKey, payload: Payload, digest: str) -> Future[Any]:
+        """Its future settles in a thread of Ray's."""
+        parcel = self._parcels.put(key, payload)
+        sent: Future[Any] = self._keeper.put.remote(key, parcel, digest, replicated=True).future()
+        return sent
+
+
+class Partners:
+    """``launch.snapshots.PartnerCopies``: one copy a partner, one under way at a time each."""
+
+    def __init__(
+        self,
+        partners: Sequence[Partner],
+        forget: Callable[[], None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``forget`` is called once a snapshot is on its way to all of them."""
+        self._partners = partners
+        self._forget = forget
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way: dict[int, float] = {}
+        """By partner, until when its answer is waited for."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether one still has to answer, and may take its time."""
+        now = self._clock()
+        with self._lock:
+            return any(now < until for until in self._under_way.values())
+
+    def offer(
+        self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str], None]
+    ) -> None:
+        """Send a copy to each partner that has answered the call before; told why, where not."""
+        nbytes = np.frombuffer(payload, dtype=np.uint8).nbytes
+        try:
+            for number, partner in enumerate(self._partners):
+                with self._lock:
+                    stuck = number in self._under_way
+                    if not stuck:
+                        self._under_way[number] = self._clock() + patience_s(nbytes)
+                if stuck:
+                    told("the partner's keeper hasn't answered the call before this one")
+                    continue
+                self._send(number, partner, key, payload, digest, told)
+        finally:
+            self._forget()
+
+    def _send(
+        self,
+        number: int,
+        partner: Partner,
+        key: SnapshotKey,
+        payload: Payload,
+        digest: str,
+        told: Callable[[str], None],
+    ) -> None:
+        def settled(future: Future[Any]) -> None:
+            with self._lock:
+                del self._under_way[number]
+            error = future.exception()
+            told("" if error is None else f"{type(error).__name__}: {error}")
+
+        try:
+            future = partner.send(key, payload, digest)
+        except Exception as error:  # noqa: BLE001 - a copy less is reported, never fatal
+            with self._lock:
+                del self._under_way[number]
+            told(f"{type(error).__name__}: {error}")
+        else:
+            future.add_done_callback(settled)
+
+
+def stores_of(handles: KeeperHandles) -> Stores:
+    """The stores of a rank's training loop."""
+    parcels = Parcels()
+    replicas = bool(handles.partners)
+    own = KeeperStore(handles.own, parcels, nbytes=handles.nbytes, replicas=replicas)
+    sources: list[tuple[str, SnapshotSource]] = []
+    if handles.own is not None and handles.own_is_source:
+        sources.append(("memory", own))
+    sources += [
+        ("partner", KeeperStore(keeper, Parcels(), nbytes=handles.nbytes))
+        for keeper in handles.sources
+    ]
+    partners = [RayPartner(keeper, parcels) for keeper in handles.partners]
+    return Stores(
+        own=own if handles.own is not None else None,
+        partners=Partners(partners, parcels.forget) if partners else None,
+        sources=tuple(sources),
+        held_nbytes=handles.held_nbytes,
+    )
