@@ -133,12 +133,17 @@ class ControllerActor:
 
 
 def start_controller(home: Home, supervisor: type | None = None) -> str:
-    """Start the controller of ``home`` on this process' Ray, or find it; returns its URL."""
+    """Start the controller of ``home`` on this process' Ray, or find it; returns its URL.
+
+    It stays on this node, where its store and its address are, through all its restarts.
+    """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     with contextlib.suppress(ValueError):
         found = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
         return str(ray.get(found.url.remote()))
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = (
         ray.remote(ControllerActor)
         .options(
@@ -148,6 +153,7 @@ def start_controller(home: Home, supervisor: type | None = None) -> str:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=CONCURRENCY,
+            scheduling_strategy=here,
         )
         .remote(str(home.path), supervisor)
     )

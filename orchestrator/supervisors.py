@@ -82,7 +82,11 @@ class RaySupervisors:
 
     def start(self, resume: ResumeState) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        # Beside the controller: of a node that trains, the loss would take the supervisor too,
+        # and nobody would be left to answer it at once.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         actor = (
             ray.remote(self._class)
             .options(
@@ -92,6 +96,7 @@ class RaySupervisors:
                 lifetime="detached",
                 num_cpus=0,
                 max_concurrency=8,
+                scheduling_strategy=here,
             )
             .remote()
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.hosts.network import Host, Network
+from tests.hosts.network import INTERFACE, Host, Network
 
 ROOT = Path(__file__).parents[2]
 PORT = 29_500
@@ -133,6 +133,7 @@ def _start(
         "MASTER_PORT": str(PORT),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
     }
     command = [sys.executable, "-m", program, case]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,0 +1,57 @@
+"""A cluster of several hosts, held by hand as a person holds it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.cluster import Cluster
+from tests.hosts.network import ROOT
+
+HAND = [sys.executable, "-m", "tests.hosts"]
+
+
+def order(*words: str) -> str:
+    done = subprocess.run([*HAND, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.usefixtures("_hosts_work")
+def test_a_cluster_held_by_hand_takes_orders_and_leaves_nothing_when_it_is_killed() -> None:
+    with subprocess.Popen(
+        [*HAND, "--nodes", "2"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline().startswith("2 hosts, 2 slots each")
+            cluster = next(c for c in Cluster.running() if c.layout.pid == holder.pid)
+            assert order("octavo", "list").startswith("JOB")
+            assert order("status").count(" processes") == 2
+            order("kill", "n1")
+            assert cluster.node("n1").host.pids() == []
+            order("restart", "n1")
+            assert cluster.node("n1").host.pids() != []
+            order("fill")
+            with pytest.raises(OSError, match="No space left"):
+                (cluster.storage / "more").write_bytes(bytes(1 << 20))
+            order("free")
+            (cluster.storage / "more").write_bytes(bytes(1 << 20))
+        finally:
+            # Without a chance to clean up: its reaper does.
+            holder.kill()
+    deadline = time.monotonic() + 60
+    while left := left_of(cluster):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def left_of(cluster: Cluster) -> list[str]:
+    shown = subprocess.run("ip netns list; ip link; mount", shell=True, capture_output=True)
+    names = [*cluster.layout.names, *cluster.layout.links, str(cluster.storage)]
+    left = [name for name in names if name in shown.stdout.decode()]
+    return left + [str(cluster.folder)] * Path(cluster.folder).exists()
