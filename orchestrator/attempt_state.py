@@ -8,6 +8,7 @@ from launch.commands import Command, Order, RestorePoint, Rollback
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
 from orchestrator.attempt import step_timeout_s
+from orchestrator.copy_book import CopyBook
 from orchestrator.job_facts import JobFacts
 from orchestrator.lost_ranks import hung
 from orchestrator.protocol import ResumeState, StepContext
@@ -23,6 +24,7 @@ class AttemptState:
         self.facts = JobFacts(resume)
         self.merger = RecordMerger(resume.attempt, resume.timeline, world_size)
         self.book = SnapshotBook(resume.spec.snapshots, resume.attempt, world_size)
+        self.copies = CopyBook(world_size, self.replicas)
         self.restore: RestorePoint | None = None
         """What it started from; None: the seed."""
         self.fallbacks: tuple[RestorePoint, ...] = ()
@@ -35,6 +37,11 @@ class AttemptState:
         self._commands = 0
         self._started = now
         self._progress = now
+
+    @property
+    def replicas(self) -> int:
+        """Other nodes that hold a copy of each snapshot."""
+        return min(self.resume.spec.snapshots.replicas or 0, len(self.resume.nodes) - 1)
 
     @property
     def trains(self) -> bool:

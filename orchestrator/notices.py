@@ -12,6 +12,7 @@ from typing import Any
 from launch.commands import CopyFailed, CopyRefused, DrillReport, RestoredOlder, RestorePoint
 from monitoring.records import Incident
 from orchestrator.actions import Action
+from orchestrator.attempt_state import AttemptState
 from orchestrator.controls import Control, ControlAnswer
 from orchestrator.way_back import WayBack
 from parallel.precision.choice import BackendChoice
@@ -100,6 +101,20 @@ def copy_failed(report: CopyFailed) -> Notice:
         "copy_failed",
         f"Rank {report.rank} has no {report.tier} copy of step {report.step}: {why}.",
         {"rank": report.rank, "step": report.step, "tier": report.tier},
+    )
+
+
+def replicated(step: int, attempt: AttemptState) -> Notice:
+    """The first step of an attempt that outlives its ranks."""
+    replicas, snapshots = attempt.replicas, attempt.resume.spec.snapshots
+    slots = max(node.slots for node in attempt.resume.nodes)
+    nbytes = attempt.copies.keeper_bytes(slots, replicas, snapshots.keep)
+    where = f" and on {replicas} other node{'s' * (replicas > 1)} each" if replicas else ""
+    return Notice(
+        "copies_held",
+        f"Every rank's state of step {step} is held by its node's keeper{where}; a keeper's copies "
+        f"take {nbytes / 1e6:.3g} MB at most.",
+        {"step": step, "replicas": replicas, "keeper_bytes": nbytes},
     )
 
 

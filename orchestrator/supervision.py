@@ -143,6 +143,8 @@ class Supervision:
             "restorable": [(r.step, r.certified) for r in self._attempt.book.restorable()],
             "high_precision_layers": sorted(facts.precision),
             "exchange": facts.exchange,
+            "held_step": self._attempt.copies.complete,
+            "keeper_bytes": dict(self._group.memory()),
         }
 
     def close(self) -> None:
@@ -191,6 +193,10 @@ class Supervision:
                     if report.timeline == attempt.facts.timeline and self._shelf.add(report):
                         failed = self._shelf.commit(report)
                         self._journal.happened(notices.checkpoint(report.step, failed), now)
+                case SnapshotReport():
+                    if attempt.copies.add(report):
+                        self._group.settle(attempt.replicas)
+                        self._journal.happened(notices.replicated(report.step, attempt), now)
                 case RollbackReport():
                     logger.debug("rank %d is back at step %d", report.rank, report.step)
                 case DrillReport():
