@@ -31,6 +31,8 @@ class AttemptState:
         """What its ranks may start from instead, best first."""
         self.step_times: deque[float] = deque(maxlen=256)
         """Seconds of the newest steps; empty before the attempt's first."""
+        self.restocked = False
+        """Idle workers for the next restart were asked for."""
         self.ended_since: float | None = None
         """When a rank was first seen to have ended."""
         self._policy = resume.spec.recovery
@@ -47,6 +49,11 @@ class AttemptState:
     def trains(self) -> bool:
         """Whether it has done a step."""
         return bool(self.step_times)
+
+    @property
+    def on_new_ground(self) -> bool:
+        """Whether it has done a step that no attempt before it had recorded."""
+        return self.trains and self.facts.step > self.resume.step
 
     def record(self, record: StepRecord, now: float) -> None:
         """A step is complete."""

@@ -250,6 +250,7 @@ class Supervision:
 
     def _followed(self, record: StepRecord, first: bool, now: float) -> None:
         """Says so when a step is the first one after a start or a way back."""
+        attempt = self._attempt
         way, self._way_back = self._way_back, None
         told = [notices.training(record.attempt, record.step)] if first else []
         if way is not None:
@@ -260,7 +261,9 @@ class Supervision:
             self._journal.happened(notice, now, (JobState.RUNNING, cause) if last else None)
         if first:
             self._controls.trains(record.step, now)
-        if first and self._spec.resources.standby:
+        # Their imports take the cores that steps to be done again need.
+        if self._spec.resources.standby and not attempt.restocked and attempt.on_new_ground:
+            attempt.restocked = True
             self._group.fill_standby()
 
     # Decisions.

@@ -68,6 +68,21 @@ class TestStart:
         assert job.ranks.standby == WORLD
         assert job.settled().states == [("running", "FIRST_STEP")]
 
+    def test_after_a_restart_they_come_with_the_first_step_that_had_not_been_done(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(13)
+        job.ranks.lose(1)
+        job.settled()
+        job.ranks.standby = 0
+        job.train(2)
+        assert job.ranks.step < 13 and job.ranks.standby == 0
+        job.train(13 - job.ranks.step)
+        assert job.ranks.standby == 0
+        job.train(1)
+        assert job.ranks.standby == WORLD
+
     def test_no_standby_workers_come_where_the_spec_says_so(self, bench: Make) -> None:
         job = bench(resources={"standby": False})
         job.train(2)
