@@ -27,6 +27,12 @@ def first_causes(ends: Sequence[RankEnd]) -> list[RankEnd]:
     return lost or copies or own or raised
 
 
+def blames_a_peer(end: RankEnd) -> bool:
+    """Whether a rank ended because another one is gone, which isn't told yet."""
+    raised = end.how == "raised" and not isinstance(end.cause, SnapshotError)
+    return raised and _FOLLOWS.search(end.error) is not None
+
+
 def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
     """The incident of ranks that ended; equal errors of many ranks are told once."""
     causes = first_causes(ends)
@@ -36,9 +42,7 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
         by_error.setdefault(f"{how}: {end.error.rstrip('. ')}", []).append(end.rank)
     told = "; ".join(f"{ranks_told(ranks)} {error}" for error, ranks in by_error.items())
     own_error = any(
-        end.how == "raised"
-        and not isinstance(end.cause, SnapshotError)
-        and not _FOLLOWS.search(end.error)
+        end.how == "raised" and not isinstance(end.cause, SnapshotError) and not blames_a_peer(end)
         for end in causes
     )
     ranks = tuple(end.rank for end in causes)

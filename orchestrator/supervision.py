@@ -41,12 +41,12 @@ from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.control_room import ControlRoom
 from orchestrator.controls import Control
 from orchestrator.detector_bank import bank_of, new_bank
-from orchestrator.ending import Ending, unsaved, why_no_checkpoint
+from orchestrator.ending import Ending, end_of, unsaved, why_no_checkpoint
 from orchestrator.evidence import LOST_RANK
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.lost_ranks import died, first_causes
+from orchestrator.lost_ranks import blames_a_peer, died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
@@ -59,6 +59,9 @@ logger = logging.getLogger(__name__)
 
 BLAME_S = 0.5
 """Seconds that errors of ranks wait for the news of a dead peer that would explain them."""
+NODE_BLAME_S = 2.5
+"""The same for errors that say that a peer is gone. The news that a node died takes Ray a second
+(``orchestrator.on_ray``), and before it nobody could give the ranks to another one."""
 DRAIN_S = 10.0
 """Seconds that the last reports may take after the ranks have ended."""
 STOP_S = 45.0
@@ -466,7 +469,8 @@ class Supervision:
             return False
         attempt.ended_since = attempt.ended_since or now
         cause = first_causes(failed)[0]
-        if cause.how != "lost" and now - attempt.ended_since < BLAME_S:
+        patience = NODE_BLAME_S if blames_a_peer(cause) else BLAME_S
+        if cause.how != "lost" and now - attempt.ended_since < patience:
             return True
         if (point := self._starts.refuse(cause, attempt)) is not None:
             self._journal.happened(notices.copy_refused(point, cause.error), now)

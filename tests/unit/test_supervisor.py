@@ -30,7 +30,7 @@ from monitoring.report import render_report
 from monitoring.summary import summarize
 from orchestrator.lifecycle import JobState
 from orchestrator.lost_supervisor import supervisor_lost
-from orchestrator.supervision import BLAME_S, STOP_S, Phase
+from orchestrator.supervision import BLAME_S, NODE_BLAME_S, STOP_S, Phase
 from orchestrator.supervisors import LastWords
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
 
@@ -483,11 +483,22 @@ class TestLostRanks:
         job.train(12)
         job.ranks.fail(0, RuntimeError("gloo: Connection closed by peer"))
         job.step(0.1)
+        # As long as it takes to hear that a whole node is gone.
+        job.step(2.0)
         assert job.controller.kinds() == [], "the cause may still be on its way"
         job.ranks.lose(1)
         job.step(0.1)
         incident = job.controller.actions[0].incidents[0]
         assert incident.ranks == (1,) and "rank 1 died" in incident.message.lower()
+
+    def test_a_broken_connection_that_nobody_explains_is_told_as_it_is(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.fail(0, RuntimeError("gloo: Connection reset by peer"))
+        job.step(0.1)
+        job.step(NODE_BLAME_S)
+        incident = job.controller.actions[0].incidents[0]
+        assert incident.ranks == (0,) and "reset by peer" in incident.message
 
     def test_an_error_of_the_ranks_themselves_fails_the_job_the_second_time(
         self, bench: Make
