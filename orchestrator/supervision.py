@@ -41,7 +41,7 @@ from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.control_room import ControlRoom
 from orchestrator.controls import Control
 from orchestrator.detector_bank import bank_of, new_bank
-from orchestrator.ending import Ending, end_of, unsaved, why_no_checkpoint
+from orchestrator.ending import Ending, unsaved, why_no_checkpoint
 from orchestrator.evidence import LOST_RANK
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
