@@ -3,6 +3,7 @@
 #   make test      pass the tests        make lint             ruff, mypy, import directions
 #   make bench     run the benchmarks    make test-gpu [OUT=dir]  compare the backends on a GPU
 #   make incidents [OUT=dir]   every drill on every layout, and healthy jobs: a table in dir
+#   make faults [OUT=dir] [ROWS=a,b] [REPEAT=n]   a job on three hosts, a fault a row: a table in dir (root)
 
 # Where Transformer Engine is: .venv after `pip install -e '.[te]'`, or an image's own Python.
 GPU_PYTHON ?= .venv/bin/python
@@ -12,7 +13,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-gpu lint bench incidents clean
+.PHONY: install demo test test-gpu lint bench incidents faults clean
 
 install: $(STAMP)
 
@@ -48,6 +49,9 @@ bench: install
 
 incidents: install
 	$(BIN)/python -m tests.incidents --out $(OUT)/incidents.md
+
+faults: install
+	$(BIN)/python -m tests.hosts.faults --out $(OUT)/faults.md $(if $(ROWS),--rows $(ROWS)) $(if $(REPEAT),--repeat $(REPEAT))
 
 clean:
 	rm -rf .venv *.egg-info

@@ -76,6 +76,8 @@ class Node:
         self.name = f"n{index}"
         self.index = index
         self.host = Host(layout.names[index], layout.addresses[index], layout.links[index])
+        self.broken = False
+        """Ray's head may have noticed something, since the last start."""
         self._cluster = cluster
 
     @property
@@ -84,6 +86,7 @@ class Node:
 
     def start(self) -> None:
         """Start Ray here: the head on ``n0``, a joining node elsewhere; doesn't wait for it."""
+        self.broken = False
         layout = self._cluster.layout
         folder = self._cluster.folder / self.name
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
@@ -104,6 +107,7 @@ class Node:
 
     def kill(self) -> None:
         """End all its processes at once, as a power cut does."""
+        self.broken = True
         self.host.kill()
 
     def restart(self) -> None:
@@ -115,6 +119,7 @@ class Node:
 
     def freeze(self) -> None:
         """Stop all its processes where they are."""
+        self.broken = True
         self.host.freeze()
 
     def thaw(self) -> None:
@@ -123,6 +128,7 @@ class Node:
 
     def cut(self) -> None:
         """Pull its cable."""
+        self.broken = True
         net.cut(self.host)
 
     def heal(self) -> None:
@@ -133,15 +139,18 @@ class Node:
         """``rate``, ``delay_s`` and ``loss`` of what it sends; none: a plain cable again."""
         net.shape(self.host, **how)
 
-    def processes(self, beginning: str) -> list[int]:
-        """Ids of its processes whose title begins so, as ``ray::Worker``."""
-        found = []
+    def titles(self) -> dict[int, str]:
+        """Its processes' titles by id, as ``ray::Keeper``; a Ray actor's has its class."""
+        found = {}
         for pid in self.host.pids():
             with contextlib.suppress(OSError):
-                title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-                if title.startswith(beginning):
-                    found.append(pid)
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found[pid] = line.split(b"\0")[0].decode(errors="replace")
         return found
+
+    def processes(self, beginning: str) -> list[int]:
+        """Ids of its processes whose title begins so, as ``ray::Worker``."""
+        return [pid for pid, title in self.titles().items() if title.startswith(beginning)]
 
 
 class Cluster:
@@ -291,6 +300,23 @@ class Cluster:
     def free_disk(self) -> None:
         """Take away what ``fill_disk`` put there."""
         (self.storage / BALLAST).unlink(missing_ok=True)
+
+    def mend(self) -> None:
+        """Undo what was done to it: cables plain and plugged in, the disk free, every node alive
+        and joined. Raises RuntimeError where that can't be had.
+        """
+        self.free_disk()
+        for node in self.nodes:
+            node.heal()
+            node.thaw()
+            node.shape()
+        for node in self.nodes[1:]:
+            # Ray's head may have given up one that was out of reach, and then it ends itself.
+            raylet = any(title.endswith("/raylet") for title in node.titles().values())
+            if node.broken or not raylet:
+                node.kill()
+                node.restart()
+        self.start_controller()
 
     def told(self) -> str:
         """The last lines of every node's Ray, for whoever looks for what went wrong."""

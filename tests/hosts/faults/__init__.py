@@ -1,0 +1,7 @@
+"""The fault matrix: a real FP8 job over several hosts, one fault a row, no human.
+
+    python -m tests.hosts.faults [--rows kill,frozen] [--repeat 3] [--out runs/faults.md]
+
+``rows`` has the faults as data, ``scene`` a job under observation, ``outcome`` what a row showed,
+``table`` how it is told.
+"""

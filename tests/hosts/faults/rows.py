@@ -1,0 +1,336 @@
+"""The faults, as data: what is done to a job in mid-run, and what must hold besides.
+
+Every row trains the same job to its end; its losses are compared with an undisturbed run's to
+the bit. ``act`` does the fault to a ``Scene`` and may take its time; what it broke is mended by
+the runner afterwards. A new fault is a new ``Row``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.faults.memory import flip_copies
+from tests.hosts.faults.scene import HangError, Scene
+
+Act = Callable[[Scene], None]
+Check = Callable[[Scene], Sequence[str]]
+
+
+def nothing(scene: Scene) -> Sequence[str]:
+    """No further condition."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault."""
+
+    name: str
+    told: str
+    """What is done, for the table."""
+    act: Act
+    at: int = 25
+    """Step after which it is done."""
+    deadline_s: float = 120.0
+    """Seconds from the fault to the job's end, a hang beyond."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the job, by section."""
+    check: Check = nothing
+    """What is wrong besides, a sentence each."""
+    repeat: int = 3
+    aim_s: float | None = None
+    """Longest outage that is aimed at, on a machine that has nothing else to do."""
+
+
+def _signalled(rank: int, number: signal.Signals) -> Act:
+    def act(scene: Scene) -> None:
+        os.kill(scene.rank(rank).pid, number)
+
+    return act
+
+
+def out_of_memory(scene: Scene) -> None:
+    """No further byte for rank 1: the next allocation fails."""
+    pid = scene.rank(1).pid
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+
+
+def kill_node(scene: Scene) -> None:
+    scene.node_without_head().kill()
+
+
+def freeze_node(scene: Scene) -> None:
+    scene.node_without_head().freeze()
+
+
+def _cut(seconds: float | None) -> Act:
+    def act(scene: Scene) -> None:
+        node = scene.node_without_head()
+        node.cut()
+        if seconds is not None:
+            _sleep(scene, seconds)
+            node.heal()
+
+    return act
+
+
+def _shaped(seconds: float, **how: Any) -> Act:
+    def act(scene: Scene) -> None:
+        for node in scene.cluster.nodes:
+            node.shape(**how)
+        _sleep(scene, seconds)
+        for node in scene.cluster.nodes:
+            node.shape()
+
+    return act
+
+
+def fill_disk(scene: Scene) -> None:
+    """No byte free while two checkpoints are due; the job trains on and says so."""
+    failed = len(scene.events)
+    scene.cluster.fill_disk()
+    try:
+        scene.wait_for_step(scene.newest + 22)
+        told = {e["kind"] for e in scene.events[failed:]}
+        if not told & {"copy_failed", "checkpoint_failed"}:
+            raise HangError("nothing was said of a checkpoint that the disk has no room for")
+    finally:
+        scene.cluster.free_disk()
+
+
+def _damaged(damage: Callable[[Path], None]) -> Act:
+    """Damage the newest checkpoint, and leave nothing else to start from but older ones."""
+
+    def act(scene: Scene) -> None:
+        victim = scene.rank(1).pid
+        damage(scene.newest_checkpoint())
+        for node in scene.cluster.nodes:
+            for keeper in node.processes("ray::Keeper"):
+                os.kill(keeper, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
+
+    return act
+
+
+def truncate(checkpoint: Path) -> None:
+    file = max(checkpoint.glob("*.safetensors"), key=lambda f: f.name)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_byte(checkpoint: Path) -> None:
+    file = max(checkpoint.glob("*.safetensors"), key=lambda f: f.name)
+    with file.open("r+b") as stream:
+        stream.seek(-5000, os.SEEK_END)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 4]))
+
+
+def take_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def flip_replica(scene: Scene) -> None:
+    """One bit in every copy that the other nodes' keepers hold, then the node is lost."""
+    lost = scene.node_without_head()
+    flipped = 0
+    for node in scene.cluster.nodes:
+        if node is not lost:
+            flipped += sum(flip_copies(pid) for pid in node.processes("ray::Keeper"))
+    if not flipped:
+        raise HangError("no copy was found in any keeper")
+    lost.kill()
+
+
+def kill_controller(scene: Scene) -> None:
+    """With 100 jobs in the queue and this one and another running."""
+    second = Scene(scene.cluster, scene.spec)
+    try:
+        second.wait_for_step(5)
+        waiting = dict(scene.spec, name="waiting", num_nodes=len(scene.cluster.nodes))
+        waiting["resources"] = {}
+        waiting["slots_per_node"] = scene.cluster.layout.slots[0]
+        data = scene.cluster.layout.slots[0] * len(scene.cluster.nodes) // 2
+        waiting["parallelism"] = dict(scene.spec["parallelism"], data=data)
+        waiting["training"] = dict(scene.spec["training"], train_batch_size=4 * data)
+        accepted = {scene.client.submit(waiting, "waiting.yaml")["id"] for _ in range(100)}
+        accepted |= {scene.job, second.job}
+        (pid,) = scene.cluster.nodes[0].processes("ray::ControllerActor")
+        os.kill(pid, signal.SIGKILL)
+        scene.wait_for_step(scene.newest + 20)
+        known = {job["id"]: job for job in scene.client.patiently(_jobs, scene.client)["jobs"]}
+        if lost := accepted - known.keys():
+            raise HangError(f"{len(lost)} accepted jobs are gone")
+        if restarted := [j for j in (scene.job, second.job) if known[j]["attempt"] != 1]:
+            raise HangError(f"training was touched: {restarted}")
+        for job in accepted - {scene.job, second.job}:
+            scene.client.patiently(scene.client.cancel, job, "the row is over")
+        second.wait_for_end(120)
+        if second.state != "succeeded":
+            raise HangError(f"the other job {second.state}")
+    finally:
+        second.close()
+
+
+def _jobs(client: Any) -> dict[str, Any]:
+    return {"jobs": client.jobs()}
+
+
+def kill_supervisor(scene: Scene) -> None:
+    os.kill(_supervisor(scene), signal.SIGKILL)
+
+
+def two_at_once(scene: Scene) -> None:
+    """A rank and the supervisor that would have answered."""
+    rank, supervisor = scene.rank(3).pid, _supervisor(scene)
+    os.kill(supervisor, signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
+
+
+def rank_and_node(scene: Scene) -> None:
+    """A rank of the node that stays, and the other node."""
+    lost = scene.node_without_head()
+    other = next(rank.pid for rank in scene.ranks() if rank.node is not lost)
+    os.kill(other, signal.SIGKILL)
+    lost.kill()
+
+
+def kill_in_recovery(scene: Scene) -> None:
+    """A rank, and one of the next attempt as soon as it has begun."""
+    before = scene.ranks()[0].attempt
+    os.kill(scene.rank(1).pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while True:
+        ranks = [rank for rank in scene.ranks() if rank.attempt > before]
+        if ranks:
+            os.kill(ranks[-1].pid, signal.SIGKILL)
+            return
+        if time.monotonic() > deadline:
+            raise HangError("the next attempt never began")
+        time.sleep(0.01)
+
+
+def kill_in_checkpoint(scene: Scene) -> None:
+    """A rank, while the files of a checkpoint are written."""
+    victim = scene.rank(2).pid
+    deadline = time.monotonic() + 60
+    while not any((scene.folder / "checkpoints").glob(".tmp-step-*")):
+        if time.monotonic() > deadline:
+            raise HangError("no checkpoint was begun")
+        time.sleep(0.0005)
+    os.kill(victim, signal.SIGKILL)
+
+
+def lock_store(scene: Scene) -> None:
+    """Somebody else writes to the store for 10 s."""
+    store = scene.cluster.home.path / "store.db"
+    connection = sqlite3.connect(store, timeout=30, isolation_level=None)
+    with contextlib.closing(connection):
+        connection.execute("BEGIN IMMEDIATE")
+        time.sleep(10)
+        connection.execute("ROLLBACK")
+
+
+def leave_be(scene: Scene) -> None:
+    """The fault is in the job."""
+
+
+def _said(*kinds: str) -> Check:
+    def check(scene: Scene) -> Sequence[str]:
+        told = {event["kind"] for event in scene.events}
+        return [f"no event says {kind}" for kind in kinds if kind not in told]
+
+    return check
+
+
+def _one_attempt(scene: Scene) -> Sequence[str]:
+    """Nothing restarted."""
+    attempts = max(step.attempt for step in scene.steps)
+    return [f"{attempts} attempts for a fault that training need not feel"] if attempts > 1 else []
+
+
+def _back_to_before(scene: Scene) -> Sequence[str]:
+    """A damaged checkpoint was passed over and told."""
+    starts = [e["detail"] for e in scene.events if e["kind"] == "attempt_started"]
+    told = json.dumps([e for e in scene.events if "left out" in e["message"]])
+    problems = [] if len(starts) > 1 else ["no second attempt"]
+    return problems + ([] if "left out" in told else ["nothing says that a copy is left out"])
+
+
+def _supervisor(scene: Scene) -> int:
+    for node in scene.cluster.nodes:
+        for pid in node.processes("ray::Supervisor"):
+            return pid
+    raise HangError("no supervisor was found")
+
+
+def _sleep(scene: Scene, seconds: float) -> None:
+    """For that long, or until the job is at rest."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not scene.settled:
+        time.sleep(0.05)
+
+
+ONE_SLOT: dict[str, Any] = {
+    "slots_per_node": 1,
+    "parallelism": {"data": 1},
+    "training": {"train_batch_size": 4, "steps": 150},
+    "resources": {"standby": False},
+}
+"""A job of which two run on three hosts of two slots."""
+
+ROWS = (
+    Row("rank_killed", "rank SIGKILL", _signalled(1, signal.SIGKILL), repeat=10, aim_s=1.5),
+    Row("node_killed", "node killed", kill_node, repeat=10, aim_s=4.0),
+    Row(
+        "rank_stopped",
+        "rank SIGSTOP (step_timeout_s: 5)",
+        _signalled(2, signal.SIGSTOP),
+        changes={"recovery": {"step_timeout_s": 5.0}},
+    ),
+    Row("rank_segfault", "rank segfault", _signalled(1, signal.SIGSEGV)),
+    Row("rank_memory", "rank out of memory", out_of_memory),
+    Row("node_frozen", "node frozen", freeze_node),
+    Row("link_5s", "link cut 5 s", _cut(5.0), check=_one_attempt),
+    Row("link_60s", "link cut 60 s", _cut(60.0), deadline_s=180),
+    Row("link_for_good", "link cut for good", _cut(None)),
+    Row("loss", "5 % packet loss for 20 s", _shaped(20.0, loss=0.05), check=_one_attempt),
+    Row("delay", "200 ms delay for 20 s", _shaped(20.0, delay_s=0.2), check=_one_attempt),
+    Row("disk_full", "disk full while checkpointing", fill_disk, check=_one_attempt),
+    Row("truncated", "newest checkpoint truncated", _damaged(truncate), check=_back_to_before),
+    Row("flipped", "newest checkpoint: one bit", _damaged(flip_byte), check=_back_to_before),
+    Row("no_manifest", "newest checkpoint: no manifest", _damaged(take_manifest)),
+    Row("replica", "replica flipped, then the node lost", flip_replica, check=_back_to_before),
+    Row(
+        "controller",
+        "controller SIGKILL, 100 queued, 2 running",
+        kill_controller,
+        changes=ONE_SLOT,
+        deadline_s=300,
+        check=_one_attempt,
+        repeat=10,
+    ),
+    Row("supervisor", "supervisor SIGKILL", kill_supervisor, repeat=10),
+    Row("rank_and_supervisor", "two at once: rank, supervisor", two_at_once),
+    Row("rank_and_node", "two at once: rank, node", rank_and_node),
+    Row("in_recovery", "a rank, another in the recovery", kill_in_recovery),
+    Row("in_checkpoint", "a rank during a checkpoint", kill_in_checkpoint),
+    Row(
+        "wandb",
+        "W&B unreachable",
+        leave_be,
+        changes={"wandb": {"mode": "online"}},
+        check=_one_attempt,
+    ),
+    Row("store_locked", "store locked for 10 s", lock_store, check=_one_attempt),
+)

@@ -1,0 +1,155 @@
+"""Runs rows of the matrix on one cluster after the other, mending it between.
+
+Promises: a row that hangs costs its deadline, is counted as a failure and leaves the next row a
+whole cluster; undisturbed runs are made once a job and shared by the rows that have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from tests.hosts.cluster import Cluster
+from tests.hosts.faults.outcome import Outcome, judge, kept_losses
+from tests.hosts.faults.rows import Row
+from tests.hosts.faults.scene import HangError, Scene
+
+HOSTS = 3
+SAME_NUMBERS = ("recovery", "wandb", "checkpoint", "snapshots", "resources")
+"""Sections that don't change a loss."""
+UNDISTURBED_S = 180.0
+
+ENVIRONMENT = {
+    # Nobody answers there, and nobody refuses: for the row whose job wants W&B.
+    "WANDB_BASE_URL": "http://10.255.255.1",
+    "WANDB_API_KEY": "0" * 40,
+}
+
+
+class Matrix:
+    """A cluster and the undisturbed runs; a context, for the cluster's sake."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._stack = contextlib.ExitStack()
+        self._cluster: Cluster | None = None
+        self._references: dict[str, dict[int, float]] = {}
+
+    def run(self, row: Row) -> Outcome:
+        """One run of one row; what goes wrong is in the outcome, not raised."""
+        cluster = self._whole_cluster()
+        try:
+            reference = self._reference(cluster, row)
+            scene = Scene(cluster, row.changes)
+        except Exception as error:
+            self._discard()
+            return Outcome(row.name, False, 0.0, 0, 0, 0, 0, f"before the fault: {error!r}")
+        hang, fault_at = "", time.time()
+        try:
+            scene.wait_for_step(10)
+            scene.wait_until_quiet()
+            scene.wait_for_step(max(row.at, scene.newest + 3))
+            fault_at = time.time()
+            row.act(scene)
+            scene.wait_for_end(max(1.0, fault_at + row.deadline_s - time.time()))
+        except HangError as error:
+            hang = str(error)
+        finally:
+            mended = self._mend(cluster)
+            scene.close()
+        outcome = judge(
+            row.name,
+            scene.steps,
+            scene.state,
+            fault_at,
+            reference,
+            hang=hang,
+            problems=() if hang else row.check(scene),
+            notes=_notes(scene, fault_at),
+        )
+        if not mended or not outcome.ok:
+            self._discard()
+        return outcome
+
+    def _reference(self, cluster: Cluster, row: Row) -> dict[int, float]:
+        changes = {k: v for k, v in row.changes.items() if k not in SAME_NUMBERS}
+        key = json.dumps(changes, sort_keys=True)
+        if key not in self._references:
+            scene = Scene(cluster, {**changes, "resources": {"standby": False}})
+            try:
+                scene.wait_for_end(UNDISTURBED_S)
+            finally:
+                scene.close()
+            if scene.state != "succeeded" or len(kept_losses(scene.steps)) != scene.newest + 1:
+                raise RuntimeError(f"the undisturbed run {scene.state} at step {scene.newest}")
+            self._references[key] = kept_losses(scene.steps)
+        return self._references[key]
+
+    def _whole_cluster(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = self._stack.enter_context(
+                Cluster(HOSTS, environment=ENVIRONMENT, say=self._say)
+            )
+        return self._cluster
+
+    def _mend(self, cluster: Cluster) -> bool:
+        try:
+            cluster.mend()
+        except Exception as error:
+            self._say(f"the cluster is given up: {error!r}")
+            return False
+        return True
+
+    def _discard(self) -> None:
+        self._stack.close()
+        self._cluster = None
+
+    def __enter__(self) -> Matrix:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+
+def run_rows(
+    rows: Sequence[Row],
+    repeat: int | None,
+    say: Callable[[str], None],
+    told: Callable[[list[Outcome]], None],
+) -> list[Outcome]:
+    """Every row ``repeat`` times (None: its own number); ``told`` has all outcomes after each."""
+    outcomes: list[Outcome] = []
+    with Matrix(say) as matrix:
+        for row in rows:
+            for _ in range(row.repeat if repeat is None else repeat):
+                began = time.monotonic()
+                outcome = matrix.run(row)
+                outcomes.append(outcome)
+                word = "ok" if outcome.ok else f"FAILED ({outcome.trouble})"
+                say(
+                    f"{row.name}: {word}; {outcome.outage_s:.2f} s without a new step, "
+                    f"{outcome.steps_lost} steps lost, {outcome.attempts} attempts; "
+                    f"{time.monotonic() - began:.0f} s in all"
+                )
+                told(outcomes)
+    return outcomes
+
+
+def _notes(scene: Scene, fault_at: float) -> list[str]:
+    """What the job said from the fault on, with the seconds since."""
+
+    def line(event: dict[str, Any]) -> str:
+        return f"{event['time'] - fault_at:.2f} {event['kind']}: {event['message'][:300]}"
+
+    routine = ("checkpoint_written",)
+    told = [e for e in scene.events if e["time"] >= fault_at and e["kind"] not in routine]
+    return [line(event) for event in told[:40]]

@@ -1,0 +1,80 @@
+"""What counts as recovered, and how the matrix is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.faults.outcome import Outcome, judge, outage_s
+from tests.hosts.faults.rows import ROWS
+from tests.hosts.faults.scene import Step
+from tests.hosts.faults.table import markdown, write
+
+REFERENCE = {n: 5.0 - n / 10 for n in range(6)}
+
+
+def run_of(*steps: tuple[int, int, float]) -> list[Step]:
+    """Steps by (attempt, step, time), with the undisturbed losses."""
+    return [Step(attempt, step, time, REFERENCE[step]) for attempt, step, time in steps]
+
+
+RECOVERED = run_of(
+    (1, 0, 10.0), (1, 1, 11.0), (1, 2, 12.0), (2, 1, 15.0), (2, 2, 15.5), (2, 3, 16.0),
+    (2, 4, 17.0), (2, 5, 18.0),
+)  # fmt: skip
+
+
+def test_the_outage_lasts_until_a_step_that_had_not_been_done() -> None:
+    assert outage_s(RECOVERED, 12.5) == 3.5, "steps done again are no progress"
+    assert outage_s(RECOVERED, 11.5) == 4.0, "from the last step that the fault let through"
+
+
+def test_a_run_that_came_back_to_the_same_losses_is_ok() -> None:
+    outcome = judge("row", RECOVERED, "succeeded", 12.5, REFERENCE)
+    assert outcome.ok and outcome.trouble == ""
+    assert (outcome.steps_lost, outcome.attempts, outcome.compared) == (2, 2, 6)
+
+
+def test_the_last_bit_of_a_loss_counts() -> None:
+    steps = [*RECOVERED[:-1], Step(2, 5, 18.0, math.nextafter(REFERENCE[5], 9.0))]
+    outcome = judge("row", steps, "succeeded", 12.5, REFERENCE)
+    assert not outcome.ok and "1 losses differ, the first at step 5" in outcome.trouble
+
+
+def test_a_loss_that_only_a_step_done_again_corrected_is_no_difference() -> None:
+    steps = [Step(1, 1, 11.0, 9.9) if s.time == 11.0 else s for s in RECOVERED]
+    assert judge("row", steps, "succeeded", 12.5, REFERENCE).ok
+
+
+@pytest.mark.parametrize(
+    ("changes", "trouble"),
+    [
+        ({"hang": "step 4 did not come"}, "hang: step 4 did not come"),
+        ({"state": "paused"}, "the job paused"),
+        ({"steps": RECOVERED[:-1]}, "1 steps without a record, the first 5"),
+        ({"problems": ["no event says so"]}, "no event says so"),
+    ],
+)
+def test_everything_else_is_a_failure(changes: dict[str, object], trouble: str) -> None:
+    given = {"steps": RECOVERED, "state": "succeeded", "hang": "", "problems": ()} | changes
+    outcome = judge("row", fault_at=12.5, reference=REFERENCE, **given)  # type: ignore[arg-type]
+    assert not outcome.ok and outcome.trouble == trouble
+
+
+def test_the_table_has_medians_the_worst_and_what_failed(tmp_path: Path) -> None:
+    name, told = ROWS[0].name, ROWS[0].told
+    runs = [Outcome(name, True, s, n, 2, 60, 0) for s, n in ((1.0, 2), (1.5, 4), (9.0, 3))]
+    runs.append(Outcome(name, False, 99.0, 50, 3, 60, 7, "7 losses differ"))
+    write(runs, tmp_path / "out" / "faults.md")
+    shown = (tmp_path / "out" / "faults.md").read_text()
+    assert f"| {told} | 4 | 3 of 4 | 3, 4 | 1.50, 9.00 |" in shown
+    assert f"- {name}: 7 losses differ" in shown
+    assert json.loads((tmp_path / "out" / "faults.json").read_text())[3]["differing"] == 7
+    assert "–" in markdown(runs[3:]), "a row without a good run has no times"
+
+
+def test_rows_have_names_of_their_own() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)

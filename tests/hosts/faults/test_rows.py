@@ -1,0 +1,19 @@
+"""The part of the matrix that every change passes: a node is lost in mid-run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.faults.rows import ROWS
+from tests.hosts.faults.runs import run_rows
+
+
+@pytest.mark.usefixtures("_hosts_work")
+@pytest.mark.timeout(400)
+def test_a_job_goes_on_without_its_killed_node_and_no_bit_is_different() -> None:
+    rows = [row for row in ROWS if row.name == "node_killed"]
+    (outcome,) = run_rows(rows, 1, print, lambda done: None)
+    assert outcome.ok, outcome
+    assert outcome.attempts == 2 and outcome.compared == 60
+    # A snapshot is made every five steps, and one may be on its way to the partner.
+    assert outcome.steps_lost <= 10
