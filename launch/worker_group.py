@@ -26,6 +26,7 @@ from launch.keeper import Inventory
 from launch.keeper_clients import KeeperHandles
 from launch.node_calls import Answers, Call, call_all, named_actor
 from launch.process_end import GONE_S, end_processes
+from launch.rank_errors import in_one_line
 from launch.rank_group import NodeSilentError, RankEnd, Seat
 from launch.replicas import partners
 from launch.snapshots import SnapshotKey
@@ -320,21 +321,12 @@ def _end(rank: int, reference: Any, worker: _Worker) -> RankEnd | None:
         result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        return RankEnd(rank, "raised", error=_line(cause), cause=cause)
+        return RankEnd(rank, "raised", error=in_one_line(cause), cause=cause)
     except ray.exceptions.RayError as error:
-        where = f"process {worker.info.pid} on {worker.info.hostname}: " if worker.info else ""
-        return RankEnd(rank, "lost", error=f"{where}{_line(error)}", cause=error)
+        who = worker.info
+        where = f"process {who.pid} on {who.hostname} ({who.node_ip}): " if who else ""
+        return RankEnd(rank, "lost", error=f"{where}{in_one_line(error)}", cause=error)
     return RankEnd(rank, "done", result) if worker.run is not None else None
-
-
-def _line(error: BaseException) -> str:
-    """The error in one line; without the rank, so that equal errors of many ranks are equal."""
-    from launch.worker import RankFailedError
-
-    if isinstance(error, RankFailedError):
-        return error.cause.strip().splitlines()[0]
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
 
 
 def _ring(order: Sequence[str], keeper: str, assignment: Assignment) -> list[str]:
