@@ -20,7 +20,7 @@ from orchestrator.home import Home
 from orchestrator.interrupts import Interrupted, interruptible, uninterruptible
 from orchestrator.job_trace import trace_of_client
 from orchestrator.local import LocalError, Starting
-from orchestrator.node_groups import need_of
+from orchestrator.placement import need_of
 from orchestrator.rehearsal import (
     KINDS,
     LeftOut,

@@ -20,7 +20,7 @@ from orchestrator.cli_watch import follow
 from orchestrator.client import Client, ClientError
 from orchestrator.interrupts import Interrupted, interruptible, uninterruptible
 from orchestrator.local import LocalError, Starting
-from orchestrator.node_groups import need_of
+from orchestrator.placement import need_of
 from orchestrator.private_home import PrivateHome, sweep
 from orchestrator.spec import JobSpec, load_spec, spec_data
 from orchestrator.spec_errors import Problem, SpecError

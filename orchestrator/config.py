@@ -20,7 +20,12 @@ class ResourcesConfig(_Section):
     """What the job asks of the cluster."""
 
     priority: int = Field(0, ge=-100, le=100)
-    """Jobs of higher priority are admitted first."""
+    """Jobs of higher priority are admitted first, and in place of preemptible ones of lower."""
+    preemptible: bool = True
+    """May be put back into the queue, after a checkpoint, for a job of higher priority: it loses
+    no step, and nothing has a higher priority unless somebody says so."""
+    spares: int = Field(0, ge=0, le=64)
+    """Nodes beyond ``num_nodes`` whose workers stand ready: ranks of a lost node move there."""
     standby: bool = True
     """Keep one imported, idle worker a rank for restarts."""
 
@@ -64,6 +69,10 @@ class RecoveryConfig(_Section):
     """Seconds a step may take; unset: 20 times the job's own median, at least 60."""
     on_exhausted: Literal["pause", "fail"] = "pause"
     """What to do when the budgets are spent."""
+    no_other_node: Literal["continue", "wait"] = "continue"
+    """Where a node is quarantined and no other is free: go on there, still watched, or wait. A
+    corrupted replica is mended by the restart anyway, and most bit flips don't come back; the
+    second one within ``horizon`` is for a person."""
 
 
 NotifiedState = Literal["paused", "failed", "succeeded", "cancelled"]

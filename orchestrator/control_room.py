@@ -15,7 +15,14 @@ from orchestrator import notices
 from orchestrator.actions import Action
 from orchestrator.attempt_state import AttemptState
 from orchestrator.control_desk import ControlDesk
-from orchestrator.controls import Control, ControlAnswer, Grounds, Refused, decide_control
+from orchestrator.controls import (
+    STOPS,
+    Control,
+    ControlAnswer,
+    Grounds,
+    Refused,
+    decide_control,
+)
 from orchestrator.journal import Journal
 from orchestrator.spec import JobSpec
 
@@ -114,7 +121,7 @@ class ControlRoom:
     def _can_do(self, control: Control) -> bool:
         """Otherwise it waits: for the attempt's first step, or for the job's end, which
         answers it."""
-        if control.kind == "pause" and self._floor.may_pause_now():
+        if control.kind in STOPS and self._floor.may_pause_now():
             return True
         if not self._floor.takes_commands():
             return False
@@ -131,7 +138,7 @@ class ControlRoom:
                 self.answer(control, "refused", decided.why, step, now)
                 return
             action = decided
-        elif control.kind != "pause" and action.kind != "exchange_auto":
+        elif control.kind not in STOPS and action.kind != "exchange_auto":
             # It is in force since the attempt that was started after it.
             restore = self._floor.attempt.restore
             self._in_force(control, restore.step if restore else 0, now)

@@ -13,16 +13,20 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.controls import Control, in_vain, refused_at_once
+from orchestrator.controls import STOPS, Control, in_vain, refused_at_once
+from orchestrator.ending import end_of
+from orchestrator.fair_queue import in_order
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.lost_supervisor import supervisor_lost
-from orchestrator.node_groups import NodeGroups, fit, need_of
+from orchestrator.node_desk import NodeDesk
+from orchestrator.node_groups import NodeGroups
 from orchestrator.notices import decided, seen
+from orchestrator.preemption import Preemption, ticket_of
 from orchestrator.protocol import (
     Acknowledgement,
     EventDraft,
@@ -30,6 +34,7 @@ from orchestrator.protocol import (
     ResumeState,
     SupervisorBatch,
 )
+from orchestrator.quarantine import QuarantineConfig
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Source
 from orchestrator.spec_storage import check_storage, no_job_directory
@@ -65,10 +70,12 @@ class Controller:
         jobs_dir: Path,
         *,
         fixed_cluster: bool = True,
+        quarantine: QuarantineConfig | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
-        self._groups = groups
+        self.desk = NodeDesk(store, groups, quarantine, fixed=fixed_cluster)
+        self._preemption = Preemption(store, self.desk)
         self._supervisors = supervisors
         self._jobs_dir = jobs_dir
         self._fixed = fixed_cluster
@@ -154,10 +161,10 @@ class Controller:
     # -- what supervisors ask (ControllerPort)
 
     def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
-        """Allocate the attempt after ``attempt`` on the nodes as they are now."""
+        """Allocate the attempt after ``attempt``, on its nodes or those that stand in for them."""
         row = self.store.job(job)
-        if not self._repair(row):
-            raise NoNodesError(f"{job} needs {need_of(row.spec)} again, and they aren't free")
+        if row.attempt == attempt and (missing := self._mend(row)):
+            raise NoNodesError(f"{job} {missing}")
         resume = self.store.begin_attempt(job, reason, self._clock(), after=attempt)
         self._notify()
         return resume
@@ -197,7 +204,7 @@ class Controller:
             elif row.state is not JobState.QUEUED:
                 moved |= bool(self._turn(row, now, self._clear))
         queued = [r for r in rows if r.state is JobState.QUEUED]
-        moved |= self._admit(queued, now)
+        moved |= self._admit(queued, [r for r in rows if r.nodes], now)
         if moved:
             self._notify()
 
@@ -218,53 +225,54 @@ class Controller:
         self._told.pop(row.id, None)
         return moved
 
-    def _admit(self, queued: list[JobRow], now: float) -> bool:
-        """Give nodes to the first in the queue; who can't have them yet holds up the rest."""
-        if not queued:
-            return False
-        ordered = sorted(queued, key=lambda r: (-r.priority, r.submitted_at, r.id))
+    def _admit(self, queued: list[JobRow], holding: list[JobRow], now: float) -> bool:
+        """Give nodes to the first in the queue; who can't have them yet holds up the rest, and
+        lower priorities make room for the first of these."""
+        rows = {row.id: row for row in queued}
+        order = in_order(
+            [ticket_of(row) for row in queued],
+            [ticket_of(row) for row in holding],
+            self.store.served_at() if queued else {},
+        )
         ahead = ""
-        for row in ordered:
-            if ahead and self._could_fit(row):
+        waiting: list[JobRow] = []
+        moved = False
+        for row in (rows[ticket.job] for ticket in order):
+            ever = row.placement_group or self.desk.fit(row, now).ever
+            if ahead and ever:
                 self._turn(row, now, partial(self._wait, reason=f"waits behind {ahead}"))
                 continue
-            admitted = self._turn(row, now, self._admit_one)
+            act = partial(self._admit_one, holding=() if ahead else holding)
+            admitted = self._turn(row, now, act)
             if admitted:
                 # The next pass sees what is left.
-                return True
-            if admitted is not None and self._could_fit(row):
-                ahead = row.id
-        return False
+                moved = True
+                break
+            if admitted is not None:
+                waiting.append(row)
+                ahead = ahead or (row.id if ever else "")
+        self.desk.wish(waiting, holding, now)
+        return moved
 
-    def _admit_one(self, row: JobRow, now: float) -> bool:
+    def _admit_one(self, row: JobRow, now: float, holding: Sequence[JobRow] = ()) -> bool:
         if row.placement_group:
-            # Resumed before what it held was given back.
+            # Resumed, or preempted, before what it held was given back.
             return self._clear(row, now)
-        need = need_of(row.spec)
-        answer = fit(need, self._groups.capacities())
+        answer = self.desk.fit(row, now)
         if not answer.ever and self._fixed:
             self.store.change(row.id, Cause.CAN_NEVER_FIT, f"can never fit: {answer.reason}", now)
             return True
-        if not answer.now:
-            return self._wait(row, now, answer.reason)
-        group = self._groups.acquire(row.id, need, row.spec.snapshots.keep)
-        if group is None:
-            return self._wait(row, now, f"needs {need}; Ray didn't grant them yet")
-        try:
-            self.store.grant(row.id, group.id, group.nodes, now)
-        except TransitionRefused:
-            self._groups.release(row.id, group.id)
-            raise
-        return True
+        missing = answer.reason or self.desk.admit(row, now)
+        if not missing:
+            return True
+        room = self._preemption.make_room(row, holding, self._open, now) if answer.ever else ""
+        return self._wait(row, now, f"{missing}; {room}" if room else missing)
 
     def _wait(self, row: JobRow, now: float, reason: str) -> bool:
         if row.reason != reason:
             self.store.wait(row.id, reason, now)
             self._notify(wake=False)
         return False
-
-    def _could_fit(self, row: JobRow) -> bool:
-        return fit(need_of(row.spec), self._groups.capacities()).ever
 
     def _tend(self, row: JobRow, now: float) -> bool:
         """A job that holds nodes: it has a supervisor, or gets one."""
@@ -275,6 +283,9 @@ class Controller:
             if row.id in self._open:
                 # Until it has answered: whichever supervisor has the job gets to know.
                 self._supervisors.control(row.id, self._open[row.id])
+            spares = self.desk.fill(row, now)
+            if spares is not None:
+                self._supervisors.spares(row.id, spares)
             return False
         if presence is Presence.DONE:
             words = self._supervisors.last_words(row.id)
@@ -285,18 +296,19 @@ class Controller:
             return self._lost(row, now, words)
         if row.state is JobState.RUNNING:
             return self._lost(row, now, LastWords())
-        if not self._repair(row):
-            return self._pause_without_ranks(row, now)
+        if self._mend(row):
+            return self._stop_without_ranks(row, now)
         why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
         self._supervisors.start(self.store.begin_attempt(row.id, why, now))
         return True
 
-    def _pause_without_ranks(self, row: JobRow, now: float) -> bool:
+    def _stop_without_ranks(self, row: JobRow, now: float) -> bool:
         """A job whose nodes are gone has no ranks that could stop: what is on disk is its state."""
-        asked = [c for c in self._open.get(row.id, ()) if c.kind == "pause"]
+        asked = [c for c in self._open.get(row.id, ()) if c.kind in STOPS]
         if asked:
-            told = f"paused by {asked[0].by} while it waited for nodes"
-            self.store.change(row.id, Cause.PAUSE_ASKED, told, now)
+            _, cause = end_of(asked[0])
+            told = f"{cause.value} by {asked[0].by} while it waited for nodes"
+            self.store.change(row.id, cause, told.replace("pause asked", "paused"), now)
         return bool(asked)
 
     def _lost(self, row: JobRow, now: float, words: LastWords) -> bool:
@@ -345,22 +357,18 @@ class Controller:
         if working and self._waited((row.id, "finish"), now) <= FINISH_GRACE_S:
             return False
         self._supervisors.kill(row.id)
-        self._groups.release(row.id, row.placement_group)
-        self.store.release(row.id)
+        self.desk.release(row)
         self._stops.discard(row.id)
         self._since = {k: t for k, t in self._since.items() if k[0] != row.id}
         return True
 
-    def _repair(self, row: JobRow) -> bool:
-        """Make sure that the job's group stands; False while it can't be had."""
-        need = need_of(row.spec)
-        group = self._groups.repair(row.id, need, row.spec.snapshots.keep, row.placement_group)
-        if group is None:
-            self._wait(row, self._clock(), f"needs {need} again; they aren't free")
-            return False
-        if (group.id, group.nodes) != (row.placement_group, row.nodes):
-            self.store.replace_nodes(row.id, group.id, group.nodes)
-        return True
+    def _mend(self, row: JobRow) -> str:
+        """See to it that every rank has a node; else what it waits for, which is told."""
+        now = self._clock()
+        missing = self.desk.mend(row, now)
+        if missing:
+            self._wait(row, now, missing)
+        return missing
 
     def _waited(self, key: tuple[str, str], now: float) -> float:
         return now - self._since.setdefault(key, now)

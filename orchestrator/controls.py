@@ -24,7 +24,9 @@ from orchestrator.spec_errors import nearest
 from parallel.config import ExchangeDtype, Precision
 from parallel.precision.recipes import is_high_precision, linear_names
 
-ControlKind = Literal["rollback", "precision", "exchange", "pause"]
+ControlKind = Literal["rollback", "precision", "exchange", "pause", "preempt"]
+STOPS: frozenset[ControlKind] = frozenset({"pause", "preempt"})
+"""Those that end the ranks after a checkpoint; ``preempt`` is the controller's own."""
 ControlState = Literal["accepted", "applied", "refused"]
 
 
@@ -111,6 +113,9 @@ def decide_control(control: Control, history: History, grounds: Grounds) -> Acti
             return _exchange(control, history)
         case "pause":
             return _action("pause", control, history, "pause with a checkpoint")
+        case "preempt":
+            words = "back into the queue after a checkpoint"
+            return _action("pause", control, history, words)
 
 
 def _action(kind: ActionKind, control: Control, history: History, words: str) -> Action:
@@ -278,7 +283,9 @@ def _been(state: JobState) -> str:
 
 def left_unanswered(control: Control, state: JobState, step: int, reason: str) -> ControlAnswer:
     """The answer to a control that was under way when its job came to rest in ``state``."""
-    if control.kind == "pause" and state is JobState.PAUSED:
+    if control.kind == "preempt" or (control.kind == "pause" and state is JobState.PAUSED):
         return ControlAnswer(control.key, "applied", reason or "Paused.", step + 1)
     been = "is paused" if state is JobState.PAUSED else _been(state)
+    if state is JobState.QUEUED:
+        been = "went back into the queue"
     return ControlAnswer(control.key, "refused", f"the job {been} before it could be done", step)

@@ -20,7 +20,14 @@ class Ending:
     message: str
     deadline: float
     control: Control | None = None
-    """The pause that a person asked for."""
+    """What asked for it: a pause, or room for another job."""
+
+
+def end_of(control: Control) -> tuple[JobState, Cause]:
+    """How a job is to end that is asked to stop."""
+    if control.kind == "preempt":
+        return JobState.QUEUED, Cause.PREEMPTED
+    return JobState.PAUSED, Cause.PAUSE_ASKED
 
 
 def unsaved(ended: Sequence[RankEnd], shelf: CheckpointShelf, steps: int, job: str) -> str:

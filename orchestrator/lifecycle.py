@@ -45,6 +45,7 @@ class Cause(Enum):
     ENDED = "ranks ended"
     RESUME_ASKED = "resume asked"
     PAUSE_ASKED = "pause asked"
+    PREEMPTED = "preempted"
     CONTROL_ASKED = "way back asked"
 
 
@@ -81,6 +82,8 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
             # `recovery.on_exhausted: fail` ends with ERROR instead.
             (state, Cause.BUDGET_SPENT): pa,
             (state, Cause.PAUSE_ASKED): pa,
+            # Its nodes are another job's now; it goes on where it was once it has some again.
+            (state, Cause.PREEMPTED): q,
             (state, Cause.CONTROL_ASKED): re_,
             (state, Cause.ERROR): JobState.FAILED,
             (state, Cause.CANCEL_ASKED): ca,
@@ -101,6 +104,7 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
         Cause.SUPERVISOR_LOST,
         Cause.BUDGET_SPENT,
         Cause.PAUSE_ASKED,
+        Cause.PREEMPTED,
     ):
         table[ca, cause] = JobState.CANCELLED
     table[ca, Cause.STEPS_DONE] = JobState.SUCCEEDED

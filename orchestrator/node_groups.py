@@ -1,67 +1,31 @@
-"""Nodes for a job: what it needs, whether that fits, and the placement group that holds it.
+"""The nodes that jobs hold, on Ray: one placement group and one keeper a node.
 
-Promises: ``fit`` is pure and says what is missing in numbers. A group is taken whole or
-not at all; its bundles are held by one keeper each, so that ranks need no resources of
-their own and a restart can't lose its place to another job.
+Each seat of a group is a placement group of one bundle that is pinned to its node, so that a node
+can be replaced, or a spare added, while the others stay where they are; which node it is, is
+decided by ``orchestrator.placement``. The bundle is held by a keeper, so that ranks need no
+resources of their own and a restart can't lose its place to another job.
+
+Promises: seats are taken all or none; what a controller took before it died, and no record knows,
+is removed before it is in the way; every wait is bounded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from orchestrator.placement import NodeCapacity, Resource
 from orchestrator.protocol import NAMESPACE, NodeSlot, keeper_actor
-from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import slots_per_node
 
 logger = logging.getLogger(__name__)
 
-Resource = Literal["CPU", "GPU"]
-
-GRANT_TIMEOUT_S = 10.0
-"""Seconds in which Ray reserves a group that fits; a longer wait means that it doesn't."""
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a job asks of the cluster: ``nodes`` different nodes with ``slots`` each."""
-
-    nodes: int
-    slots: int
-    resource: Resource
-
-    def __str__(self) -> str:
-        unit = "GPUs" if self.resource == "GPU" else "CPU slots"
-        return f"{self.nodes} node{'s' * (self.nodes > 1)} with {self.slots} {unit}"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCapacity:
-    """One living node, in slots of each resource."""
-
-    node_id: str
-    total: dict[str, float]
-    free: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a need can be met. ``reason`` is empty only where it can be met now."""
-
-    now: bool
-    ever: bool
-    """Could be met with the nodes there are, if nothing else ran."""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A placement group that a job holds."""
-
-    id: str
-    nodes: tuple[NodeSlot, ...]
+GRANT_TIMEOUT_S = 5.0
+"""Seconds in which Ray reserves seats that fit, of all together; it takes milliseconds."""
+PING_S = 3.0
+"""Seconds that the keepers of a group may take to answer."""
 
 
 class NodeGroups(Protocol):
@@ -70,43 +34,37 @@ class NodeGroups(Protocol):
     def capacities(self) -> list[NodeCapacity]:
         """Living nodes."""
 
-    def acquire(self, job: str, need: Need, keep: int) -> Group | None:
-        """Take a group with a keeper a bundle (``keep`` snapshots a rank); None: not now."""
+    def take(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        """Hold all of ``seats``, each with a keeper of ``keep`` snapshots a rank; or none of
+        them, and the ones that weren't granted."""
 
-    def repair(self, job: str, need: Need, keep: int, group: str) -> Group | None:
-        """The group as it stands now, keepers that died started again; None: not now."""
+    def lost(self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int) -> set[int]:
+        """Numbers of held seats that can't be used any more; those whose keeper or placement is
+        gone from a node that lives are made anew there."""
 
-    def release(self, job: str, group: str) -> None:
-        """End the keepers and give the nodes back; what is gone already is no error."""
+    def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
+        """End these seats' keepers and give their nodes back; what is gone is no error."""
+
+    def release(self, job: str) -> None:
+        """Give back all that the job holds, whether a record knows it or not."""
+
+    def wish(self, shapes: Sequence[dict[str, float]]) -> None:
+        """Ask the cluster's autoscaler to make room for these at once; none: for nothing more."""
 
 
-def need_of(spec: JobSpec) -> Need:
-    """What a completed spec asks for."""
-    return Need(spec.num_nodes, slots_per_node(spec), "GPU" if spec.gpus_per_node else "CPU")
-
-
-def fit(need: Need, nodes: Sequence[NodeCapacity]) -> Fit:
-    """Whether ``need`` can be met by ``nodes``, now and ever."""
-    able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
-    ready = [n for n in able if n.free.get(need.resource, 0) >= need.slots]
-    unit = "GPUs" if need.resource == "GPU" else "CPU slots"
-    if len(able) < need.nodes:
-        most = max((n.total.get(need.resource, 0) for n in nodes), default=0)
-        have = (
-            f"the cluster has {len(able)} such of {len(nodes)}"
-            if most >= need.slots
-            else f"the largest of {len(nodes)} has {most:g}"
-        )
-        return Fit(False, False, f"needs {need}; {have}")
-    if len(ready) < need.nodes:
-        free = sorted((n.free.get(need.resource, 0) for n in able), reverse=True)
-        listed = ", ".join(f"{f:g}" for f in free[:8])
-        return Fit(False, True, f"needs {need}; free now: {listed} {unit}")
-    return Fit(True, True)
+def group_name(job: str) -> str:
+    """What the names of the job's placement groups begin with."""
+    return f"octavo-{job}"
 
 
 class RayNodeGroups:
     """Groups on the Ray cluster that this process belongs to."""
+
+    def __init__(self) -> None:
+        self._answered: set[str] = set()
+        """Keepers that have answered: one that still starts is not lost for being silent."""
 
     def capacities(self) -> list[NodeCapacity]:
         import ray
@@ -114,108 +72,161 @@ class RayNodeGroups:
 
         free = available_resources_per_node()
         return [
-            NodeCapacity(n["NodeID"], dict(n["Resources"]), dict(free.get(n["NodeID"], {})))
+            NodeCapacity(
+                n["NodeID"],
+                dict(n["Resources"]),
+                dict(free.get(n["NodeID"], {})),
+                n["NodeManagerAddress"],
+                n["NodeManagerHostname"],
+            )
             for n in ray.nodes()
             if n["Alive"]
         ]
 
-    def acquire(self, job: str, need: Need, keep: int) -> Group | None:
-        from ray.util import placement_group, remove_placement_group
+    def take(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        from ray.util import placement_group
 
-        self._remove_named(job)
-        group = placement_group(
-            [{need.resource: need.slots}] * need.nodes,
-            strategy="STRICT_SPREAD" if need.nodes > 1 else "PACK",
-            name=_group_name(job),
-            # It must outlive a controller that restarts.
-            lifetime="detached",
-        )
-        if not group.wait(GRANT_TIMEOUT_S):
-            remove_placement_group(group)
-            return None
-        nodes = self._nodes(group, need)
-        self._start_keepers(job, group, need, keep)
-        return Group(group.id.hex(), nodes)
-
-    def repair(self, job: str, need: Need, keep: int, group: str) -> Group | None:
-        from ray.util import placement_group_table
-
-        found = _placement_group(group) if group else None
-        if found is None or placement_group_table(found).get("state") in (None, "REMOVED"):
-            return self.acquire(job, need, keep)
-        if not found.wait(GRANT_TIMEOUT_S):
-            return None
-        self._start_keepers(job, found, need, keep)
-        return Group(group, self._nodes(found, need))
-
-    def release(self, job: str, group: str) -> None:
-        import ray
-        from ray.util import placement_group_table, remove_placement_group
-
-        found = _placement_group(group)
-        bundles = placement_group_table(found).get("bundles") if found else None
-        for bundle in range(len(bundles or ())):
-            keeper = _actor(keeper_actor(job, bundle))
-            if keeper is not None:
-                ray.kill(keeper)
-        if found is not None:
-            remove_placement_group(found)
-
-    def _remove_named(self, job: str) -> None:
-        """A controller that died between reserving and storing left a group of that name."""
-        from ray.util import get_placement_group, remove_placement_group
-
-        try:
-            left = get_placement_group(_group_name(job))
-        except ValueError:
-            return
-        logger.warning("removing a placement group of %s that no record knows", job)
-        remove_placement_group(left)
-
-    def _nodes(self, group: Any, need: Need) -> tuple[NodeSlot, ...]:
-        import ray
-        from ray.util import placement_group_table
-
-        address = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
-        where = placement_group_table(group)["bundles_to_node_id"]
-        return tuple(
-            NodeSlot(where[bundle], address[where[bundle]], bundle, need.slots)
-            for bundle in sorted(where)
-        )
-
-    def _start_keepers(self, job: str, group: Any, need: Need, keep: int) -> None:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        from launch.keeper import Keeper
-
-        for bundle in range(need.nodes):
-            if _actor(keeper_actor(job, bundle)) is not None:
-                continue
-            place = PlacementGroupSchedulingStrategy(group, bundle, False)
-            ray.remote(Keeper).options(
-                name=keeper_actor(job, bundle),
-                namespace=NAMESPACE,
+        self.give_back(job, seats)
+        deadline = time.monotonic() + GRANT_TIMEOUT_S
+        groups = {
+            seat: placement_group(
+                [{resource: seat.slots}],
+                name=_seat_name(job, seat.bundle),
+                # It must outlive a controller that restarts.
                 lifetime="detached",
-                num_cpus=need.slots if need.resource == "CPU" else 0,
-                num_gpus=need.slots if need.resource == "GPU" else 0,
-                scheduling_strategy=place,
-                max_concurrency=8,
-            ).remote(keep)
+                bundle_label_selector=[{"ray.io/node-id": seat.node_id}],
+            )
+            for seat in seats
+        }
+        refused = [
+            seat
+            for seat, group in groups.items()
+            if not group.wait(max(0.05, deadline - time.monotonic()))
+        ]
+        if refused:
+            self.give_back(job, seats)
+            return refused
+        for seat, group in groups.items():
+            _start_keeper(job, seat, group, resource, keep)
+        return []
+
+    def lost(self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int) -> set[int]:
+        import ray
+
+        gone = self._silent(job, seats)
+        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        lost = {seat.bundle for seat in seats if seat.node_id not in alive}
+        for seat in seats:
+            why = gone.get(seat.bundle)
+            if why is None or seat.bundle in lost:
+                continue
+            if why == "silent" or self.take(job, [seat], resource, keep):
+                lost.add(seat.bundle)
+            else:
+                logger.warning("the keeper of %s on %s died, and starts again", job, seat.node_ip)
+        return lost
+
+    def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
+        import ray
+        from ray.util import remove_placement_group
+
+        for seat in seats:
+            name = keeper_actor(job, seat.bundle)
+            self._answered.discard(name)
+            keeper = _actor(name)
+            if keeper is not None:
+                with contextlib.suppress(Exception):  # it may be gone already
+                    ray.kill(keeper, no_restart=True)
+            group = _placement_group(_seat_name(job, seat.bundle))
+            if group is not None:
+                remove_placement_group(group)
+
+    def release(self, job: str) -> None:
+        from ray.util import placement_group_table
+
+        prefix = _seat_name(job, 0)[:-1]
+        held = [
+            entry["name"].removeprefix(prefix)
+            for entry in placement_group_table().values()
+            if entry["name"].startswith(prefix) and entry["state"] != "REMOVED"
+        ]
+        seats = [NodeSlot("", "", int(number), 0) for number in held if number.isdigit()]
+        self.give_back(job, seats)
+
+    def wish(self, shapes: Sequence[dict[str, float]]) -> None:
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=list(shapes))
+
+    def _silent(self, job: str, seats: Sequence[NodeSlot]) -> dict[int, str]:
+        """Seats whose keeper doesn't answer: ``dead``, or ``silent``, which is worse: there is
+        no telling what still runs there."""
+        import ray
+
+        asked, found = {}, {}
+        for seat in seats:
+            name = keeper_actor(job, seat.bundle)
+            keeper = _actor(name)
+            if keeper is None:
+                found[seat.bundle] = "dead"
+            else:
+                asked[keeper.ping.remote()] = (seat.bundle, name)
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=PING_S)
+        for reference, (bundle, name) in asked.items():
+            try:
+                ray.get(reference, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                if name in self._answered:
+                    found[bundle] = "silent"
+            except ray.exceptions.RayError:
+                found[bundle] = "dead"
+            else:
+                self._answered.add(name)
+        return found
 
 
-def _group_name(job: str) -> str:
-    return f"octavo-{job}"
+def _start_keeper(job: str, seat: NodeSlot, group: Any, resource: Resource, keep: int) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from launch.keeper import Keeper
+
+    keeper = ray.remote(Keeper).options(
+        name=keeper_actor(job, seat.bundle),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=seat.slots if resource == "CPU" else 0,
+        num_gpus=seat.slots if resource == "GPU" else 0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0, False),
+        max_concurrency=8,
+    )
+    deadline = time.monotonic() + PING_S
+    while True:
+        try:
+            keeper.remote(keep)
+            return
+        except ValueError:
+            # One of this name was ended a moment ago, and Ray hasn't taken it in.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
-def _placement_group(hex_id: str) -> Any | None:
-    from ray._raylet import PlacementGroupID
-    from ray.util.placement_group import PlacementGroup
+def _seat_name(job: str, bundle: int) -> str:
+    return f"{group_name(job)}-seat-{bundle}"
+
+
+def _placement_group(name: str) -> Any | None:
+    from ray.util import get_placement_group, placement_group_table
 
     try:
-        return PlacementGroup(PlacementGroupID.from_hex(hex_id))
+        found = get_placement_group(name)
     except ValueError:
         return None
+    return None if placement_group_table(found).get("state") in (None, "REMOVED") else found
 
 
 def _actor(name: str) -> Any | None:

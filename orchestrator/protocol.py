@@ -27,10 +27,10 @@ def supervisor_actor(job: str) -> str:
 
 
 def keeper_actor(job: str, bundle: int) -> str:
-    """Name of the keeper that holds bundle ``bundle`` of the job's placement group.
+    """Name of the keeper that holds the node with number ``bundle`` of the job's group.
 
-    The controller creates it, in the bundle and detached, before the supervisor; it lives
-    until the job's node group is given back.
+    The controller creates it, in its placement group and detached, before the supervisor; it
+    lives until the node is given back.
     """
     return f"octavo-keeper-{job}-{bundle}"
 
@@ -43,8 +43,10 @@ class NodeSlot:
     """Ray's node id, hex."""
     node_ip: str
     bundle: int
-    """Index of the placement group's bundle."""
+    """Number within the job's group, of its placement group and its keeper; never used again."""
     slots: int
+    spare: bool = False
+    """Stands ready, and has no ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,11 @@ class ResumeState:
     detector_state: Mapping[str, Any] | None
     nodes: tuple[NodeSlot, ...]
     placement_group: str
-    """Hex id of the job's placement group."""
+    """What the names of the job's placement groups, one a node, begin with."""
     exchange: ExchangeDtype | None = None
     """What gradients cross the network in; None: not decided yet."""
+    spares: tuple[NodeSlot, ...] = ()
+    """Nodes of the group that have no ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from orchestrator.store_controls import (
     stored_control,
     stored_controls,
 )
+from orchestrator.store_nodes import NodeRecords
 from orchestrator.store_rows import (
     JobRow,
     UnknownJobError,
@@ -57,10 +58,12 @@ from orchestrator.store_rows import (
     store_batch,
     stored_job,
     stored_spec,
+    submitted_under,
     transition_refusal,
 )
 from orchestrator.store_tables import (
     actions,
+    add_missing_columns,
     attempts,
     contexts,
     events,
@@ -80,15 +83,33 @@ class Store:
         # One writer at a time also within the process: SQLite would answer "locked".
         self._writing = threading.RLock()
         metadata.create_all(self._engine)
+        add_missing_columns(self._engine)
+        self.nodes = NodeRecords(self._write, self._read)
+        """What is held against nodes."""
 
     def close(self) -> None:
         self._engine.dispose()
 
     # -- jobs
 
-    def add_job(self, job: str, spec: JobSpec, job_dir: str, file: str, time: float) -> None:
-        """Store a new queued job; its ``spec`` is complete and checked."""
+    def add_job(
+        self,
+        job: str,
+        spec: JobSpec,
+        job_dir: str,
+        file: str,
+        time: float,
+        *,
+        by: str = "",
+        key: str | None = None,
+    ) -> str:
+        """Store a new queued job; its ``spec`` is complete and checked.
+
+        Returns its id, or that of the job that was submitted under ``key`` before.
+        """
         with self._write() as db:
+            if key is not None and (known := submitted_under(db, key)) is not None:
+                return str(known["id"])
             row = {
                 "id": job,
                 "name": spec.name,
@@ -99,9 +120,25 @@ class Store:
                 "spec": dump(spec_data(spec)),
                 "job_dir": job_dir,
                 "submitted_at": time,
+                "submitted_by": by,
+                "submit_key": key,
             }
             db.execute(sa.insert(jobs).values(row))
             add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
+        return job
+
+    def job_of_key(self, key: str) -> JobRow | None:
+        """The job that was submitted under ``key``."""
+        with self._read() as db:
+            row = submitted_under(db, key)
+            return None if row is None else job_row(row)
+
+    def served_at(self) -> dict[str, float]:
+        """When each user was given nodes last, for those that were."""
+        newest = sa.func.max(jobs.c.granted_at)
+        query = sa.select(jobs.c.submitted_by, newest).group_by(jobs.c.submitted_by)
+        with self._read() as db:
+            return {user: at for user, at in db.execute(query) if at is not None}
 
     def job(self, job: str) -> JobRow:
         """The job with exactly this id; raises ``UnknownJobError``."""
@@ -137,18 +174,27 @@ class Store:
         with self._write() as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), Cause.NODES_GRANTED)
-            where = ", ".join(f"{n.slots} on {n.node_ip}" for n in nodes)
+            where = ", ".join(
+                f"{n.slots} on {n.node_ip}{' (spare)' if n.spare else ''}" for n in nodes
+            )
             reason = f"slots granted: {where}"
             detail = {"nodes": [asdict(n) for n in nodes]}
             set_state(db, row, Cause.NODES_GRANTED, after, reason, time, detail)
-            given = {"placement_group": placement_group, "nodes": dump(detail["nodes"])}
+            given = {
+                "placement_group": placement_group,
+                "nodes": dump(detail["nodes"]),
+                "granted_at": time,
+            }
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
 
-    def replace_nodes(self, job: str, placement_group: str, nodes: Sequence[NodeSlot]) -> None:
-        """The job stands elsewhere now."""
+    def replace_nodes(self, job: str, nodes: Sequence[NodeSlot], *told: EventDraft) -> None:
+        """The job stands elsewhere now, which ``told`` tells."""
         with self._write() as db:
-            given = {"placement_group": placement_group, "nodes": dump([asdict(n) for n in nodes])}
+            attempt = stored_job(db, job)["attempt"]
+            given = {"nodes": dump([asdict(n) for n in nodes])}
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
+            for event in told:
+                add_event(db, job, attempt, event)
 
     def release(self, job: str) -> None:
         """The job holds no nodes any more."""
@@ -237,7 +283,8 @@ class Store:
             exchange=sum_.exchange,
             fired_drills=fired_drills(row.spec, recorded, self.incidents(job)),
             detector_state=json.loads(detectors) if detectors else None,
-            nodes=row.nodes,
+            nodes=tuple(node for node in row.nodes if not node.spare),
+            spares=tuple(node for node in row.nodes if node.spare),
             placement_group=row.placement_group,
         )
 
@@ -367,6 +414,14 @@ class Store:
             rows = db.execute(page_of(events, job, after, limit)).mappings()
             return [{**row, "detail": json.loads(row["detail"])} for row in rows]
 
+    def events_of_attempt(self, job: str, attempt: int, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind that an attempt told, oldest first."""
+        query = page_of(events, job, 0, None)
+        query = query.where(events.c.attempt == attempt, events.c.kind == kind)
+        with self._read() as db:
+            rows = db.execute(query).mappings()
+            return [{**row, "detail": json.loads(row["detail"])} for row in rows]
+
     def newest_event(self, job: str, kinds: Sequence[str]) -> dict[str, Any] | None:
         """The last event of any of ``kinds``; None where there is none."""
         newest = (
@@ -391,10 +446,13 @@ class Store:
         with self._read() as db:
             return db.execute(newest).scalar_one() or 0
 
-    def incidents(self, job: str) -> list[Incident]:
-        """All incidents of a job, oldest first."""
+    def incidents(self, job: str, attempt: int | None = None) -> list[Incident]:
+        """All incidents of a job, or of one attempt of it, oldest first."""
+        query = page_of(incidents, job, 0, None)
+        if attempt is not None:
+            query = query.where(incidents.c.attempt == attempt)
         with self._read() as db:
-            rows = db.execute(page_of(incidents, job, 0, None)).mappings()
+            rows = db.execute(query).mappings()
             return [Incident.from_json(json.loads(row["body"])) for row in rows]
 
     def actions(self, job: str) -> list[Action]:

@@ -55,6 +55,10 @@ class JobRow:
     """Newest step recorded, -1 for none."""
     timeline: int
     loss: float | None
+    submitted_by: str = ""
+    """Whose turn in the queue it takes, as they call themselves."""
+    granted_at: float | None = None
+    """When it was given nodes last."""
 
 
 def dump(value: object) -> str:
@@ -74,6 +78,11 @@ def stored_job(db: Connection, job: str) -> RowMapping:
     if row is None:
         raise UnknownJobError(job)
     return row
+
+
+def submitted_under(db: Connection, key: str) -> RowMapping | None:
+    """The row of the job that was submitted under ``key``."""
+    return db.execute(sa.select(jobs).where(jobs.c.submit_key == key)).mappings().one_or_none()
 
 
 def job_row(row: RowMapping) -> JobRow:
@@ -138,10 +147,11 @@ def set_state(
     told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
     message = f"{after.word}: {cause.value if brief or not reason else reason}"
     add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
-    if after.terminal or after is JobState.PAUSED:
+    if after.terminal or after is JobState.PAUSED or cause is Cause.PREEMPTED:
         now_stored = stored_job(db, row["id"])
-        config = stored_spec(row["spec"]).notifications
-        add_webhook(db, now_stored, config, after, cause, reason, time)
+        if cause is not Cause.PREEMPTED:
+            config = stored_spec(row["spec"]).notifications
+            add_webhook(db, now_stored, config, after, cause, reason, time)
         step = now_stored["step"]
         for control, answer in answer_the_rest(db, row["id"], after, step, reason, time):
             notice = answered(control, answer)

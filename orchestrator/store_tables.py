@@ -24,8 +24,11 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    inspect,
+    text,
 )
-from sqlalchemy.engine import Dialect
+from sqlalchemy.engine import Dialect, Engine
+from sqlalchemy.schema import CreateColumn
 
 
 class Deflated(TypeDecorator[str]):
@@ -67,6 +70,11 @@ jobs = Table(
     Column("timeline", Integer, nullable=False, default=0),
     Column("loss", Float),
     Column("detector_state", Text),
+    # Added to stores that an older Octavo made, so they can be NULL or have a server's default.
+    Column("submitted_by", String(200), nullable=False, server_default=""),
+    Column("submit_key", String(64), unique=True),
+    # When nodes were given to it last.
+    Column("granted_at", Float),
 )
 
 attempts = Table(
@@ -77,6 +85,41 @@ attempts = Table(
     Column("reason", Text, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("sequence", Integer, nullable=False, default=0),
+)
+
+accusations = Table(
+    "accusations",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("job", ForeignKey("jobs.id"), nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("node_id", String(64), nullable=False),
+    Column("address", String(255), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("message", Text, nullable=False),
+    Column("time", Float, nullable=False, index=True),
+    Column("rehearsed", Integer, nullable=False, default=0),
+    # What an attempt shows of a node counts once, however often it is looked at.
+    UniqueConstraint("job", "attempt", "node_id", "kind"),
+    sqlite_autoincrement=True,
+)
+
+quarantines = Table(
+    "quarantines",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("node_id", String(64), nullable=False),
+    Column("address", String(255), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("by", String(200), nullable=False),
+    # Empty: no job showed it. No foreign key, for that reason.
+    Column("job", String(80), nullable=False),
+    Column("since", Float, nullable=False),
+    # NULL: until somebody releases it.
+    Column("until", Float),
+    Column("released_at", Float),
+    sqlite_autoincrement=True,
 )
 
 controls = Table(
@@ -105,6 +148,30 @@ webhooks = Table(
     Column("due_at", Float, index=True),
     sqlite_autoincrement=True,
 )
+
+
+def add_missing_columns(engine: Engine) -> None:
+    """Bring the tables of a store that an older Octavo made up to these."""
+    inspector = inspect(engine)
+    with engine.begin() as db:
+        for table in metadata.sorted_tables:
+            have = {column["name"] for column in inspector.get_columns(table.name)}
+            for column in table.columns:
+                if column.name in have:
+                    continue
+                # SQLite adds no column with a constraint; the index below is one.
+                plain = Column(
+                    column.name,
+                    column.type,
+                    nullable=column.nullable,
+                    server_default=column.server_default,
+                )
+                spelt = CreateColumn(plain).compile(dialect=engine.dialect)
+                db.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {spelt}"))
+                if column.unique:
+                    name = f"ux_{table.name}_{column.name}"
+                    index = f"CREATE UNIQUE INDEX {name} ON {table.name} ({column.name})"
+                    db.execute(text(index))
 
 
 def _records(name: str, *columns: Column | Index) -> Table:

@@ -41,7 +41,7 @@ from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.control_room import ControlRoom
 from orchestrator.controls import Control
 from orchestrator.detector_bank import bank_of, new_bank
-from orchestrator.ending import Ending, unsaved, why_no_checkpoint
+from orchestrator.ending import Ending, end_of, unsaved, why_no_checkpoint
 from orchestrator.evidence import LOST_RANK
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
@@ -372,7 +372,7 @@ class Supervision:
 
     def pause(self, reason: str, control: Control, now: float) -> None:
         """Stop the ranks after a checkpoint, and with them the job."""
-        self._stop(now, JobState.PAUSED, Cause.PAUSE_ASKED, reason, control)
+        self._stop(now, *end_of(control), reason, control)
 
     def _all_on_disk(self) -> bool:
         """Whether what was trained, if anything, can be taken up from a checkpoint."""

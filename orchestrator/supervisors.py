@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from orchestrator.controls import Control
-from orchestrator.protocol import NAMESPACE, ResumeState, supervisor_actor
+from orchestrator.protocol import NAMESPACE, NodeSlot, ResumeState, supervisor_actor
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class Supervisors(Protocol):
 
     def control(self, job: str, controls: Sequence[Control]) -> None:
         """Hand over what people ask for; it may have come before, and there may be none."""
+
+    def spares(self, job: str, spares: Sequence[NodeSlot]) -> None:
+        """Say which nodes stand ready for the job now; there may be no supervisor."""
 
     def kill(self, job: str) -> None:
         """End it at once, and with it its ranks; there may be none."""
@@ -144,6 +147,11 @@ class RaySupervisors:
         known = self._find(job)
         if known is not None:
             known.actor.control.remote(list(controls))
+
+    def spares(self, job: str, spares: Sequence[NodeSlot]) -> None:
+        known = self._find(job)
+        if known is not None:
+            known.actor.spares.remote(list(spares))
 
     def kill(self, job: str) -> None:
         import ray

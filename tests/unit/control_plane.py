@@ -8,56 +8,83 @@ from typing import Any
 
 from orchestrator.controller import Controller
 from orchestrator.controls import Control
-from orchestrator.node_groups import Group, Need, NodeCapacity
+from orchestrator.placement import NodeCapacity, Resource
 from orchestrator.protocol import NodeSlot, ResumeState
 from orchestrator.store import Store
 from orchestrator.supervisors import LastWords, Presence
 
 
 class FakeGroups:
-    """Nodes with CPU slots; a group takes its slots from the first nodes that have them."""
+    """Nodes with CPU slots, each at an address of its own."""
 
     def __init__(self, *slots: int) -> None:
         self.total = {f"node{i}": n for i, n in enumerate(slots)}
-        self.held: dict[str, list[tuple[str, int]]] = {}
-        self.made = 0
+        self.held: dict[str, dict[int, NodeSlot]] = {}
+        """Seats by job and number."""
         self.broken: set[str] = set()
+        """Jobs whose nodes are on fire."""
+        self.dead: set[str] = set()
+        """Nodes that are gone."""
+        self.unwilling: set[str] = set()
+        """Nodes that grant nothing."""
+        self.wishes: list[list[dict[str, float]]] = []
 
     def free(self) -> dict[str, int]:
         left = dict(self.total)
-        for bundles in self.held.values():
-            for node, slots in bundles:
-                left[node] -= slots
+        for seats in self.held.values():
+            for seat in seats.values():
+                left[seat.node_id] -= seat.slots
         return left
 
     def capacities(self) -> list[NodeCapacity]:
         left = self.free()
         return [
-            NodeCapacity(node, {"CPU": float(n)}, {"CPU": float(left[node])})
+            NodeCapacity(
+                node,
+                {"CPU": float(n)},
+                {"CPU": float(left[node])},
+                f"10.0.0.{int(node.removeprefix('node')) + 1}",
+            )
             for node, n in self.total.items()
+            if node not in self.dead
         ]
 
-    def acquire(self, job: str, need: Need, keep: int) -> Group | None:
+    def take(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
         if job in self.broken:
             raise RuntimeError("the node is on fire")
-        nodes = [n for n, left in self.free().items() if left >= need.slots][: need.nodes]
-        if len(nodes) < need.nodes:
-            return None
-        self.made += 1
-        group = f"group{self.made}"
-        self.held[group] = [(n, need.slots) for n in nodes]
-        slots = tuple(NodeSlot(n, "10.0.0.1", i, need.slots) for i, n in enumerate(nodes))
-        return Group(group, slots)
+        free = self.free()
+        refused = [
+            s for s in seats if s.node_id in self.unwilling | self.dead or free[s.node_id] < s.slots
+        ]
+        if refused:
+            return refused
+        mine = self.held.setdefault(job, {})
+        assert not mine.keys() & {s.bundle for s in seats}, "a number is used twice"
+        mine |= {seat.bundle: seat for seat in seats}
+        nodes = [seat.node_id for seat in mine.values()]
+        assert len(set(nodes)) == len(nodes), "two seats of a job on one node"
+        return []
 
-    def repair(self, job: str, need: Need, keep: int, group: str) -> Group | None:
-        if group not in self.held:
-            return self.acquire(job, need, keep)
-        nodes = [n for n, _ in self.held[group]]
-        slots = tuple(NodeSlot(n, "10.0.0.1", i, need.slots) for i, n in enumerate(nodes))
-        return Group(group, slots)
+    def lost(self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int) -> set[int]:
+        mine = self.held.get(job, {})
+        gone = [s for s in seats if s.bundle not in mine]
+        return {
+            s.bundle
+            for s in seats
+            if s.node_id in self.dead or (s in gone and self.take(job, [s], resource, keep))
+        }
 
-    def release(self, job: str, group: str) -> None:
-        self.held.pop(group, None)
+    def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
+        for seat in seats:
+            self.held.get(job, {}).pop(seat.bundle, None)
+
+    def release(self, job: str) -> None:
+        self.held.pop(job, None)
+
+    def wish(self, shapes: Sequence[dict[str, float]]) -> None:
+        self.wishes.append(list(shapes))
 
 
 class FakeSupervisors:
@@ -69,6 +96,7 @@ class FakeSupervisors:
         self.stopped: list[tuple[str, str]] = []
         self.asked: list[tuple[str, list[Control]]] = []
         self.started: list[ResumeState] = []
+        self.spares_told: list[tuple[str, list[NodeSlot]]] = []
         self.words = LastWords()
 
     def start(self, resume: ResumeState) -> None:
@@ -89,6 +117,9 @@ class FakeSupervisors:
 
     def control(self, job: str, controls: Sequence[Control]) -> None:
         self.asked.append((job, list(controls)))
+
+    def spares(self, job: str, spares: Sequence[NodeSlot]) -> None:
+        self.spares_told.append((job, list(spares)))
 
     def kill(self, job: str) -> None:
         self.alive.pop(job, None)

@@ -11,7 +11,7 @@ from monitoring.job_view import JobView
 from monitoring.summary import summarize
 from orchestrator.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
-from orchestrator.node_groups import Need, NodeCapacity, fit
+from orchestrator.placement import Need, NodeCapacity, fit
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.spec_errors import SpecError
 from orchestrator.supervisors import LastWords
@@ -231,16 +231,16 @@ def test_a_cluster_that_was_lost_is_taken_anew(plane: ControlPlane) -> None:
     plane.groups.held.clear()
     plane.supervisors.alive.clear()
     plane.steps(2)
-    assert plane.supervisors.started[-1].placement_group == "group2"
-    assert list(plane.groups.held) == ["group2"]
-    assert plane.store.job(job).placement_group == "group2"
+    (seat,) = plane.supervisors.started[-1].nodes
+    assert plane.groups.held == {job: {seat.bundle: seat}}
+    assert plane.store.job(job).nodes == (seat,)
 
 
 def test_no_attempt_is_given_to_a_supervisor_whose_nodes_are_gone(plane: ControlPlane) -> None:
     job = running(plane)
     plane.groups.held.clear()
     plane.groups.total = {"node0": 2}
-    with pytest.raises(NoNodesError, match="needs 1 node with 4 CPU slots again"):
+    with pytest.raises(NoNodesError, match="needs 1 other node with 4 CPU slots in place of"):
         plane.controller.next_attempt(job, 1, "rank lost")
     assert plane.store.job(job).attempt == 1
 

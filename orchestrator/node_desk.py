@@ -1,0 +1,445 @@
+"""Where jobs get their nodes: placement, replacement, spares, quarantine, the autoscaler.
+
+Between the pure decisions (``orchestrator.placement``, ``orchestrator.quarantine``), the store and
+Ray (``orchestrator.node_groups``). Promises: one placement at a time, so that two jobs never reach
+for the same node; a quarantined node is in no new placement; what is taken is in the store or given
+back; a node that Ray didn't grant is passed over for a while; what is refused says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from orchestrator.lifecycle import TransitionRefused
+from orchestrator.node_groups import NodeGroups, group_name
+from orchestrator.placement import (
+    Barred,
+    Fit,
+    Mended,
+    Need,
+    NodeCapacity,
+    Short,
+    fill,
+    fit,
+    mend,
+    need_of,
+    place,
+    told_node,
+    wish,
+)
+from orchestrator.protocol import EventDraft, NodeSlot
+from orchestrator.quarantine import (
+    Accusation,
+    Quarantine,
+    QuarantineConfig,
+    accused,
+    barring,
+    machine_addresses,
+)
+from orchestrator.store import Store
+from orchestrator.store_rows import JobRow
+
+logger = logging.getLogger(__name__)
+
+UNWILLING_S = 30.0
+"""Seconds for which a node that Ray didn't grant is passed over."""
+FILL_EVERY_S = 2.0
+"""Seconds between two looks for spares."""
+
+
+class NodeNotFoundError(KeyError):
+    """No node goes by this word, or several do."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as people see it."""
+
+    node_id: str
+    address: str
+    name: str
+    alive: bool
+    total: dict[str, float]
+    free: dict[str, float]
+    held_by: tuple[tuple[str, int, bool], ...]
+    """(job, slots, spare)."""
+    quarantine: Quarantine | None
+
+    def to_json(self) -> dict[str, Any]:
+        held = [{"job": j, "slots": s, "spare": spare} for j, s, spare in self.held_by]
+        row = {**asdict(self), "held_by": held}
+        row["quarantine"] = None if self.quarantine is None else asdict(self.quarantine)
+        return row
+
+
+class NodeDesk:
+    """The nodes of one controller."""
+
+    def __init__(
+        self,
+        store: Store,
+        groups: NodeGroups,
+        config: QuarantineConfig | None = None,
+        *,
+        fixed: bool = True,
+    ) -> None:
+        """``fixed``: no node will ever be added, so nobody is asked for one."""
+        self._store = store
+        self._groups = groups
+        self._config = config or QuarantineConfig()
+        self._fixed = fixed
+        self._placing = threading.RLock()
+        # Of this process: a controller that restarts tries them all again.
+        self._unwilling: dict[str, float] = {}
+        self._filled: dict[str, float] = {}
+        self._wished: list[dict[str, float]] | None = None
+        self._short: set[str] = set()
+        """Jobs that wait for nodes in place of lost ones."""
+
+    # -- jobs that wait
+
+    def fit(self, row: JobRow, now: float) -> Fit:
+        """Whether a queued job can be given its nodes, now and ever."""
+        nodes = self._capacities(now)
+        return fit(need_of(row.spec), nodes, self._barred(row.id, nodes, now))
+
+    def fits_without(self, row: JobRow, others: Sequence[JobRow], now: float) -> bool:
+        """Whether a queued job would fit once ``others`` had given their nodes back."""
+        nodes = self._capacities(now)
+        back: dict[tuple[str, str], float] = {}
+        for other in others:
+            resource = need_of(other.spec).resource
+            for seat in other.nodes:
+                key = (seat.node_id, resource)
+                back[key] = back.get(key, 0.0) + seat.slots
+        freed = [
+            replace(
+                node,
+                free={
+                    k: min(node.total.get(k, 0.0), f + back.get((node.node_id, k), 0.0))
+                    for k, f in node.free.items()
+                },
+            )
+            for node in nodes
+        ]
+        return fit(need_of(row.spec), freed, self._barred(row.id, nodes, now)).now
+
+    def admit(self, row: JobRow, now: float) -> str:
+        """Give a queued job its nodes; empty, or why it has to wait."""
+        with self._placing:
+            need = need_of(row.spec)
+            nodes = self._capacities(now)
+            barred = self._barred(row.id, nodes, now)
+            seats = place(need, nodes, barred)
+            if seats is None:
+                return fit(need, nodes, barred).reason
+            if refused := self._take(row, seats, now):
+                return f"needs {need}; Ray didn't grant {_told_nodes(refused)} yet"
+            try:
+                self._store.grant(row.id, group_name(row.id), seats, now)
+            except TransitionRefused:
+                self._groups.give_back(row.id, seats)
+                raise
+        return ""
+
+    # -- jobs that hold nodes
+
+    def settle(self, row: JobRow, now: float) -> None:
+        """Take in what the job's present attempt shows of its nodes; done again, it changes
+        nothing."""
+        nodes = self._groups.capacities()
+        addresses = machine_addresses(nodes)
+        drilled = self._store.events_of_attempt(row.id, row.attempt, "drill")
+        rehearsed = {e["detail"]["rank"] for e in drilled}
+        seen = self._store.incidents(row.id, row.attempt)
+        cases = accused(seen, row.nodes, rehearsed, addresses, row.id)
+        cases += self._failed_checks(row, addresses)
+        need = need_of(row.spec)
+        for case in cases:
+            barred = barring(self._store.nodes.quarantines(), nodes, row.id, now)
+            able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
+            others = [n for n in able if n.node_id not in barred and n.node_id != case.node_id]
+            found = self._store.nodes.accuse(case, self._config, len(others))
+            if not isinstance(found, Quarantine):
+                logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
+
+    def mend(self, row: JobRow, now: float) -> str:
+        """See to it that every rank of the job has a node; empty, or what it waits for.
+
+        Ranks move to spares at once; else to other nodes, which are taken here.
+        """
+        self.settle(row, now)
+        with self._placing:
+            need = need_of(row.spec)
+            lost = self._groups.lost(row.id, row.nodes, need.resource, row.spec.snapshots.keep)
+            tries = 0
+            while True:
+                nodes = self._capacities(now)
+                barred = self._barred(row.id, [*nodes, *row.nodes], now)
+                plan = mend(
+                    row.nodes,
+                    need,
+                    nodes,
+                    lost=lost,
+                    barred=barred,
+                    waits=row.spec.recovery.no_other_node == "wait",
+                )
+                if isinstance(plan, Short):
+                    self._short.add(row.id)
+                    return plan.reason
+                refused = self._take(row, plan.taken, now)
+                if not refused:
+                    break
+                tries += 1
+                if tries > len(nodes):
+                    return f"needs {need} again; Ray didn't grant {_told_nodes(refused)} yet"
+            self._short.discard(row.id)
+            if plan.nodes != row.nodes:
+                self._store.replace_nodes(row.id, plan.nodes, *_moves(plan, lost, barred, now))
+                self._groups.give_back(row.id, plan.dropped)
+            self._tell_stayed(row, plan, barred, now)
+        return ""
+
+    def fill(self, row: JobRow, now: float) -> tuple[NodeSlot, ...] | None:
+        """Take spares that the group is short of; all that it has then, None if that is no news.
+
+        Spares on nodes that died or were quarantined are given back.
+        """
+        need = need_of(row.spec)
+        if not need.spares or now - self._filled.get(row.id, 0.0) < FILL_EVERY_S:
+            return None
+        self._filled[row.id] = now
+        with self._placing:
+            row = self._store.job(row.id)
+            nodes = self._capacities(now)
+            alive = {n.node_id for n in nodes}
+            barred = self._barred(row.id, nodes, now)
+            bad = [
+                seat
+                for seat in row.nodes
+                if seat.spare and (seat.node_id not in alive or seat.node_id in barred)
+            ]
+            kept = tuple(seat for seat in row.nodes if seat not in bad)
+            found = fill(kept, need, nodes, barred)
+            if found and self._take(row, found, now):
+                found = ()
+            if not found and not bad:
+                return None
+            told = [_spare_told(seat, now) for seat in found]
+            self._store.replace_nodes(row.id, (*kept, *found), *told)
+            self._groups.give_back(row.id, bad)
+        return tuple(seat for seat in (*kept, *found) if seat.spare)
+
+    def release(self, row: JobRow) -> None:
+        """Give back all that the job holds."""
+        with self._placing:
+            self._groups.release(row.id)
+            self._store.release(row.id)
+        self._filled.pop(row.id, None)
+        self._short.discard(row.id)
+
+    def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:
+        """Tell the autoscaler what jobs wait for; it is told only when that changes."""
+        if self._fixed:
+            return
+        nodes = self._groups.capacities()
+        held = [
+            replace(need_of(row.spec), nodes=len(row.nodes) or need_of(row.spec).nodes)
+            for row in holding
+        ]
+        barred = barring(self._store.nodes.quarantines(), nodes, "", now)
+        needs = [_with_spares(need_of(r.spec)) for r in waiting]
+        shapes = wish(needs, held, nodes, barred, short=bool(self._short))
+        if shapes != self._wished:
+            self._groups.wish(shapes)
+            self._wished = shapes
+
+    # -- people
+
+    def view(self, now: float) -> list[NodeView]:
+        """All nodes that live, and those that are quarantined and don't."""
+        nodes = self._groups.capacities()
+        held: dict[str, list[tuple[str, int, bool]]] = {}
+        rows = [row for row in self._store.jobs_to_tend() if row.nodes]
+        for row in rows:
+            for seat in row.nodes:
+                held.setdefault(seat.node_id, []).append((row.id, seat.slots, seat.spare))
+        entries = [q for q in self._store.nodes.quarantines() if q.active(now)]
+        views = []
+        for node in nodes:
+            mine = [q for q in entries if q.concerns(node)]
+            views.append(_view(node, True, held, mine[-1] if mine else None))
+        for entry in entries:
+            if not any(entry.concerns(node) for node in nodes):
+                gone = NodeCapacity(entry.node_id, {}, {}, entry.address)
+                views.append(_view(gone, False, held, entry))
+        return views
+
+    def quarantine(
+        self, word: str, reason: str, by: str, seconds: float | None, now: float
+    ) -> NodeView:
+        """Leave a node out by hand, for ``seconds`` or until it is released.
+
+        Jobs that are on it are told, and go on there until they start anew.
+        """
+        node = self._named(word, now)
+        addresses = machine_addresses(self._groups.capacities())
+        address = addresses.get(node.node_id, node.address if not node.alive else "")
+        until = None if seconds is None else now + seconds
+        told = f"{reason[0].upper()}{reason[1:].rstrip('. ')}."
+        entry = Quarantine(node.node_id, address, "by_hand", told, by, "", now, until)
+        rows = [self._store.job(job) for job, _, _ in node.held_by]
+        self._store.nodes.quarantine(entry, [(row.id, row.attempt) for row in rows])
+        return replace(node, quarantine=entry)
+
+    def release_node(self, word: str, now: float) -> NodeView:
+        """End a node's quarantine, whatever it is for. ``NodeNotFoundError`` where it has none."""
+        node = self._named(word, now)
+        if node.quarantine is None:
+            raise NodeNotFoundError(f"node {node.address or node.node_id[:8]} is not quarantined")
+        seat = NodeCapacity(node.node_id, {}, {}, node.address)
+        for entry in self._store.nodes.quarantines():
+            if entry.active(now) and entry.concerns(seat):
+                self._store.nodes.release(entry, now)
+        return replace(node, quarantine=None)
+
+    def _named(self, word: str, now: float) -> NodeView:
+        """The node with this address, host name, id or unique beginning of an id."""
+        views = self.view(now)
+        for of in (lambda v: v.node_id, lambda v: v.address, lambda v: v.name):
+            found = [v for v in views if of(v) == word]
+            if len(found) == 1:
+                return found[0]
+        found = [v for v in views if word and v.node_id.startswith(word)]
+        if len(found) == 1:
+            return found[0]
+        listed = ", ".join(sorted({v.address or v.node_id[:8] for v in views})[:10])
+        several = [v.node_id[:8] for v in views if word in (v.address, v.name)] or [
+            v.node_id[:12] for v in found
+        ]
+        if several:
+            raise NodeNotFoundError(f"{word!r} could be {', '.join(several)}: name it by its id")
+        raise NodeNotFoundError(f"there is no node {word!r}; there are {listed or 'none'}")
+
+    # -- how it is done
+
+    def _take(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot]:
+        """Those that Ray didn't grant; they are passed over for a while."""
+        if not seats:
+            return []
+        need = need_of(row.spec)
+        refused = self._groups.take(row.id, seats, need.resource, row.spec.snapshots.keep)
+        self._unwilling |= {seat.node_id: now + UNWILLING_S for seat in refused}
+        return refused
+
+    def _capacities(self, now: float) -> list[NodeCapacity]:
+        """Living nodes, their free slots without what jobs hold by our own records: Ray tells of
+        a placement a moment later. Those that didn't grant a moment ago have none."""
+        held: dict[str, dict[str, float]] = {}
+        for row in self._store.jobs_to_tend():
+            resource = need_of(row.spec).resource
+            for seat in row.nodes:
+                of = held.setdefault(seat.node_id, {})
+                of[resource] = of.get(resource, 0.0) + seat.slots
+        found = []
+        for node in self._groups.capacities():
+            used = held.get(node.node_id, {})
+            free = {
+                k: max(0.0, min(node.free.get(k, 0.0), total - used.get(k, 0.0)))
+                for k, total in node.total.items()
+            }
+            if self._unwilling.get(node.node_id, 0.0) > now:
+                free = dict.fromkeys(free, 0.0)
+            found.append(replace(node, free=free))
+        return found
+
+    def _barred(
+        self, job: str, nodes: Sequence[NodeCapacity | NodeSlot], now: float
+    ) -> dict[str, Barred]:
+        return barring(self._store.nodes.quarantines(), nodes, job, now)
+
+    def _failed_checks(self, row: JobRow, addresses: dict[str, str]) -> list[Accusation]:
+        """What preflight found of the attempt's nodes."""
+        found = []
+        for event in self._store.events_of_attempt(row.id, row.attempt, "preflight_failed"):
+            for node_id, failure in event["detail"]["failed"].items():
+                found.append(
+                    Accusation(
+                        node_id=node_id,
+                        address=addresses.get(node_id, ""),
+                        job=row.id,
+                        attempt=row.attempt,
+                        kind="unfit" if failure["for_this_job"] else "preflight",
+                        message=failure["reason"],
+                        time=event["time"],
+                    )
+                )
+        return found
+
+    def _tell_stayed(
+        self, row: JobRow, plan: Mended, barred: dict[str, Barred], now: float
+    ) -> None:
+        for seat in plan.stayed:
+            why = barred[seat.node_id].reason.rstrip(".")
+            told = (
+                f"Node {told_node(seat)} is quarantined, and no other is free: the job goes on "
+                f"there (recovery.no_other_node: continue). {why}."
+            )
+            self._store.note(row.id, EventDraft("node_kept", now, told, {"node_id": seat.node_id}))
+
+
+def _view(
+    node: NodeCapacity,
+    alive: bool,
+    held: dict[str, list[tuple[str, int, bool]]],
+    entry: Quarantine | None,
+) -> NodeView:
+    def slots(of: dict[str, float]) -> dict[str, float]:
+        return {k: of[k] for k in ("CPU", "GPU") if k in of}
+
+    return NodeView(
+        node.node_id,
+        node.address,
+        node.name,
+        alive,
+        slots(node.total),
+        slots(node.free),
+        tuple(held.get(node.node_id, ())),
+        entry,
+    )
+
+
+def _moves(plan: Mended, lost: set[int], barred: dict[str, Barred], now: float) -> list[EventDraft]:
+    told = []
+    for old, new in plan.moved:
+        why = "is lost" if old.bundle in lost else "is quarantined"
+        to = f"node {told_node(new)}" if new in plan.taken else f"the spare {told_node(new)}"
+        message = f"Node {told_node(old)} {why}; its ranks move to {to}."
+        detail = {
+            "from": old.node_id,
+            "to": new.node_id,
+            "spare": new not in plan.taken,
+            "why": barred[old.node_id].reason if old.node_id in barred else "lost",
+        }
+        told.append(EventDraft("node_replaced", now, message, detail))
+    return told
+
+
+def _spare_told(seat: NodeSlot, now: float) -> EventDraft:
+    message = f"Node {told_node(seat)} stands ready as a spare."
+    return EventDraft("spare_taken", now, message, {"node_id": seat.node_id})
+
+
+def _told_nodes(seats: Sequence[NodeSlot]) -> str:
+    return ", ".join(told_node(seat) for seat in seats)
+
+
+def _with_spares(need: Need) -> Need:
+    return replace(need, nodes=need.nodes + need.spares)

@@ -1,0 +1,97 @@
+"""Room for a job of higher priority: which jobs are asked to go back into the queue, and how.
+
+Promises: a job is asked once an attempt for the same job; what it is asked is durable, as anything
+that a person asks; its supervisor writes a checkpoint first, and goes on where that can't be had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from orchestrator.controls import Control, in_vain
+from orchestrator.fair_queue import Ticket, victims
+from orchestrator.lifecycle import JobState
+from orchestrator.node_desk import NodeDesk
+from orchestrator.placement import need_of
+from orchestrator.store import Store
+from orchestrator.store_controls import UnknownControlError
+from orchestrator.store_rows import JobRow
+
+THE_QUEUE = "the queue"
+"""Who asks, in the records."""
+
+
+def ticket_of(row: JobRow) -> Ticket:
+    """A job as the queue sees it."""
+    need = need_of(row.spec)
+    holds = bool(row.nodes)
+    return Ticket(
+        job=row.id,
+        user=row.submitted_by,
+        priority=row.priority,
+        since=(row.granted_at or row.submitted_at) if holds else row.submitted_at,
+        slots=sum(seat.slots for seat in row.nodes) if holds else need.nodes * need.slots,
+        preemptible=row.spec.resources.preemptible,
+    )
+
+
+class Preemption:
+    """Asks jobs of lower priority for their nodes."""
+
+    def __init__(self, store: Store, desk: NodeDesk) -> None:
+        self._store = store
+        self._desk = desk
+
+    def make_room(
+        self,
+        row: JobRow,
+        holding: Sequence[JobRow],
+        asked: Mapping[str, Sequence[Control]],
+        now: float,
+    ) -> str:
+        """Ask for what ``row`` needs, unless enough is on its way; what it waits for, or empty.
+
+        ``holding``: jobs that hold nodes; ``asked``: what is open, by job.
+        """
+        going = frozenset(r.id for r in holding if not _stays(r, asked))
+        rows = {r.id: r for r in holding}
+
+        def fits_without(jobs: frozenset[str]) -> bool:
+            return self._desk.fits_without(row, [rows[job] for job in jobs | going], now)
+
+        if going and fits_without(frozenset()):
+            return f"waits for {', '.join(sorted(going))} to give nodes back"
+        staying = [ticket_of(r) for r in holding if r.id not in going and not self._refused(row, r)]
+        chosen = victims(ticket_of(row), staying, fits_without)
+        for ticket in chosen:
+            self._ask(row, rows[ticket.job], now)
+        if not chosen:
+            return ""
+        told = ", ".join(f"{t.job} (priority {t.priority})" for t in chosen)
+        return f"preempts {told} after a checkpoint"
+
+    def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
+        reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"
+        control = Control(_key(row, victim), "preempt", THE_QUEUE, now, reason)
+        if not in_vain(victim.id, victim.state, "preempt"):
+            self._store.ask(victim.id, control)
+
+    def _refused(self, row: JobRow, victim: JobRow) -> bool:
+        """Whether it could not go when this job asked for it."""
+        try:
+            return self._store.control(victim.id, _key(row, victim)).state == "refused"
+        except UnknownControlError:
+            return False
+
+
+def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]]) -> bool:
+    """Whether nothing makes the job give its nodes back soon."""
+    if not row.state.holds_nodes or row.state is JobState.CANCELLING:
+        return False
+    return not any(control.kind in ("pause", "preempt") for control in asked.get(row.id, ()))
+
+
+def _key(row: JobRow, victim: JobRow) -> str:
+    waiting = hashlib.sha256(row.id.encode()).hexdigest()[:16]
+    return f"preempt-{waiting}-{victim.attempt}"
