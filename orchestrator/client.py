@@ -35,6 +35,10 @@ PATIENCE_S = 60.0
 RESTART_S = 10.0
 """Seconds that a controller whose host runs may take to answer again."""
 START_ONE = "start one with `octavo up`, or run a job alone: `octavo run`"
+START_AGAIN = (
+    "Ray starts it again as long as its host runs; else start Ray there, and then the controller: "
+    "`python -m orchestrator.on_ray HOME --address {address}`; its jobs are in the store"
+)
 TRY_AGAIN = "try again in a moment; if that doesn't help: `octavo down`, `octavo up`"
 LOOK_FIRST = (
     "it may have taken the order all the same: look by `octavo list` before you repeat it; if that "
@@ -281,18 +285,31 @@ class Client:
             if not self._restarts():
                 raise UnreachableError(f"no controller answers at {self.url}: {detail}")
             if not again or time.monotonic() > deadline:
-                raise UnreachableError(
-                    f"the controller at {self.url} doesn't answer, though its host runs: {detail}",
-                    TRY_AGAIN if method == "GET" or unheard else LOOK_FIRST,
-                )
+                raise self._unreachable(detail, heard=method != "GET" and not unheard)
             time.sleep(0.2)
             self._look_again()
 
+    def _unreachable(self, detail: str, *, heard: bool) -> UnreachableError:
+        """Of a controller that Ray should have started again by now."""
+        address = self._home.ray_address() if self._home else ""
+        if address:
+            told = (
+                f"the controller at {self.url}, on the Ray of {address}, doesn't answer: {detail}"
+            )
+            remedy = START_AGAIN.format(address=address)
+        else:
+            told = f"the controller at {self.url} doesn't answer, though its host runs: {detail}"
+            remedy = TRY_AGAIN
+        return UnreachableError(told, LOOK_FIRST if heard else remedy)
+
     def _restarts(self) -> bool:
-        """Whether Ray is there to start our controller again."""
+        """Whether there is, or may be, a Ray to start our controller again."""
         from orchestrator.local import running_host
 
-        return self._home is not None and running_host(self._home) is not None
+        if self._home is None:
+            return False
+        # Of a cluster nobody can tell from here.
+        return bool(self._home.ray_address()) or running_host(self._home) is not None
 
     def _look_again(self) -> None:
         """It may listen elsewhere after its restart."""

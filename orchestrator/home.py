@@ -3,6 +3,8 @@
     config.json   HomeConfig, written by who makes the home
     token         the API's bearer token, 0600
     server.json   where the running controller listens
+    ray.json      address of the Ray cluster that the controller was started on, unless it has
+                  one of its own on this machine
     store.db      the store, unless the config names another
     jobs/         job directories, unless a spec or the config names another place
 
@@ -119,6 +121,20 @@ class Home:
         """Say where the controller listens."""
         value = {"url": server.url, "port": server.port, "pid": server.pid}
         replace_file(self.path / "server.json", json.dumps(value))
+
+    def ray_address(self) -> str:
+        """Of the cluster that the controller was started on; empty where Ray is its own."""
+        try:
+            return str(json.loads((self.path / "ray.json").read_text())["address"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return ""
+
+    def write_ray_address(self, address: str) -> None:
+        """Say which cluster the controller was started on; empty: on none."""
+        if not address:
+            (self.path / "ray.json").unlink(missing_ok=True)
+            return
+        replace_file(self.path / "ray.json", json.dumps({"address": address}))
 
     def forget_server(self) -> None:
         """No controller listens any more."""

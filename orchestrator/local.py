@@ -213,6 +213,7 @@ def _start(home: Home, folder: Path, slots: int) -> str:
         _temp_dir=str(folder),
     )
     home.create()
+    home.write_ray_address("")
     url = start_controller(home)
     host = Host(os.getpid(), psutil.Process().create_time(), str(folder), slots, url)
     replace_file(home.path / "host.json", json.dumps(asdict(host)))

@@ -1,10 +1,12 @@
 """The controller of a home on a Ray cluster of several hosts that somebody else started.
 
-    python -m orchestrator.on_ray HOME --address HOST:PORT [--hosts N]
+    python -m orchestrator.on_ray HOME --address HOST:PORT [--listen ADDRESS] [--hosts N]
 
 Run it on the host where the controller is to live, which is the one that the store is on: as
 a rule Ray's head. It ends when the controller answers, and says where. Promises: a controller
-that runs already is found, not doubled; with ``--hosts`` it waits until so many have joined.
+that runs already is found, not doubled; with ``--hosts`` it waits until so many have joined;
+a home that is new gets a controller that waits for nodes rather than fail what exceeds those
+there are, for a host that is lost may come back.
 ``CLUSTER_ENVIRONMENT`` is what every ``ray start`` of such a cluster should have.
 """
 
@@ -17,7 +19,7 @@ import socket
 import time
 from pathlib import Path
 
-from orchestrator.home import Home
+from orchestrator.home import Home, HomeConfig
 
 JOIN_TIMEOUT_S = 120.0
 """Seconds that hosts may take to join."""
@@ -87,11 +89,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="start the controller of HOME on a Ray cluster")
     parser.add_argument("home", type=Path)
     parser.add_argument("--address", required=True, help="of Ray's head, as 10.0.0.1:6379")
+    parser.add_argument(
+        "--listen", default="127.0.0.1", help="of a new home: where the API is to listen"
+    )
     parser.add_argument("--hosts", type=int, default=1, help="wait for so many")
     arguments = parser.parse_args()
-    # The dashboard's and Ray's own settings must be those of the nodes.
+    # Ray's settings must be those of the nodes.
     os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})
-    print(f"ready {start_on(arguments.address, Home(arguments.home), arguments.hosts)}", flush=True)
+    home = Home(arguments.home)
+    if not (home.path / "config.json").exists():
+        home.create(HomeConfig(host=arguments.listen, fixed_cluster=False))
+    url = start_on(arguments.address, home, arguments.hosts)
+    home.write_ray_address(arguments.address)
+    print(f"ready {url}", flush=True)
 
 
 if __name__ == "__main__":

@@ -266,12 +266,16 @@ class Cluster:
                 standby=self._standby,
             )
         )
+        self.start_all()
+        self._say(f"{len(self.nodes)} hosts after {time.monotonic() - began:.1f} s")
+
+    def start_all(self) -> None:
+        """Ray on every node, and the controller, on the home and the storage there are."""
         self.nodes[0].start()
         self._await_head()
         for node in self.nodes[1:]:
             node.start()
         self.start_controller()
-        self._say(f"{len(self.nodes)} hosts after {time.monotonic() - began:.1f} s")
 
     def start_controller(self) -> None:
         """Start it on the head, or find it; returns when it answers. Raises RuntimeError."""

@@ -264,6 +264,26 @@ def test_a_controller_that_stays_away_is_told_apart_from_one_that_was_never_star
     assert "though its host runs" in told and "start one" not in told
 
 
+def test_a_controller_on_a_cluster_is_waited_for_and_then_told_how_to_start_it_again(
+    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write_ray_address("10.0.0.1:6379")
+    server = home.server()
+    assert server
+    home.write_server(Server("http://127.0.0.1:9", 9, 0))
+    client = Client.of_home(home)
+    threading.Timer(0.5, home.write_server, [server]).start()
+    assert client.jobs() == []
+    monkeypatch.setattr("orchestrator.client.RESTART_S", 0.3)
+    home.write_server(Server("http://127.0.0.1:9", 9, 0))
+    with pytest.raises(UnreachableError, match=r"on the Ray of 10\.0\.0\.1:6379") as error:
+        Client.of_home(home).jobs()
+    assert "orchestrator.on_ray HOME --address 10.0.0.1:6379" in error.value.remedy
+    home.write_ray_address("")
+    with pytest.raises(UnreachableError, match="no controller answers"):
+        Client.of_home(home).jobs()
+
+
 def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import time
@@ -186,6 +187,15 @@ def _jobs(client: Any) -> dict[str, Any]:
     return {"jobs": client.jobs()}
 
 
+def kill_all(scene: Scene) -> None:
+    """Every node with the head; then an operator starts them and the controller again."""
+    for node in scene.cluster.nodes:
+        node.kill()
+    for node in scene.cluster.nodes:
+        shutil.rmtree(scene.cluster.folder / node.name, ignore_errors=True)
+    scene.cluster.start_all()
+
+
 def kill_supervisor(scene: Scene) -> None:
     os.kill(_supervisor(scene), signal.SIGKILL)
 
@@ -332,5 +342,6 @@ ROWS = (
         changes={"wandb": {"mode": "online"}},
         check=_one_attempt,
     ),
+    Row("cluster", "head and all nodes killed, started again", kill_all),
     Row("store_locked", "store locked for 10 s", lock_store, check=_one_attempt),
 )
