@@ -34,8 +34,9 @@ class DataConfig(_Section):
     pattern: str = "**/*.py"
     """Files taken of a folder."""
     tokenizer: Literal["bytes"] = "bytes"
-    shuffle_seed: int = 0
-    """Seed of the order in which sequences are drawn."""
+    shuffle_seed: int | None = 0
+    """Seed of the order in which sequences are drawn; null: as they stand in the files, for data
+    whose order is meant (a curriculum)."""
 
 
 class TrainingConfig(_Section):

@@ -3,7 +3,8 @@
 Promises: batch ``b`` holds the same sequences on any number of ranks, however it is cut
 into replicas and micro-batches, after any number of restarts. The step-th batch is the
 step-th natural number that the skip ledger leaves; the order of sequences is a seeded
-permutation of the corpus, another one each epoch, computed without a table.
+permutation of the corpus, another one each epoch, computed without a table, or the corpus'
+own.
 Nothing here imports torch before the first micro-batch is made.
 """
 
@@ -114,9 +115,11 @@ class TokenStream:
         """Non-negative, below 2^56: fits an int64."""
 
     def sequence(self, position: int) -> NDArray[np.uint8]:
-        """``seq_len + 1`` tokens at ``position`` of the shuffled, endless order of sequences."""
+        """``seq_len + 1`` tokens at ``position`` of the endless order of sequences."""
         epoch, index = divmod(position, self.sequences)
-        start = shuffled(index, self.sequences, self._seed, epoch) * self._seq_len
+        if self._seed is not None:
+            index = shuffled(index, self.sequences, self._seed, epoch)
+        start = index * self._seq_len
         return self._tokens[start : start + self._seq_len + 1]
 
     def micro_batches(

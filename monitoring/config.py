@@ -32,9 +32,12 @@ class DetectionConfig(_Section):
     loss_sigmas: float = Field(8.0, gt=0)
     """Robust deviations of the loss from its trend that make a spike. OLMo skips at 6 plain ones;
     8 robust ones leave room for batches whose losses have heavy tails."""
-    loss_min_rise: float = Field(0.25, gt=0)
+    loss_min_rise: float = Field(0.3, gt=0)
     """Rise of the loss over its trend, as a fraction of it, below which nothing is a spike. A new
     domain of the data costs less; LLM-Foundry waits for 1.0."""
+    loss_patience: int = Field(2, ge=1)
+    """Successive steps of it before it is an incident; one of half more is at once. Of a batch that
+    is harder nothing is left in the next step; LLM-Foundry waits for 4."""
     divergence_rise: float = Field(0.1, gt=0)
     """Rise of the loss's fast average over its slow one, as a fraction, that is a slow divergence
     when it grows in every part of it. A harder domain jumps instead, and falls again."""

@@ -22,6 +22,7 @@ HEADLINES = {
     "exchange_fp8": "Gradient exchange back to FP8",
     "return_to_fp8": "Layers back to FP8",
     "whole_bf16": "Rolled back{where}, whole model to BF16",
+    "accept": "Went on at the new level",
     "lower_lr": "Rolled back{where}, learning rate lowered",
     "restart": "Restarted the ranks{where}",
     "pause": "Paused for a person",

@@ -7,6 +7,7 @@ without loss, so that the stored actions of a job are its whole memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +26,7 @@ ActionKind = Literal[
     "layer_fallback",
     "return_to_fp8",
     "whole_bf16",
+    "accept",
     "lower_lr",
     "restart",
     "pause",
@@ -141,3 +143,5 @@ class History:
     last_incident_step: int | None
     exchange: ExchangeDtype | None = None
     """What gradients cross the network in; None: not decided yet."""
+    guessing_loss: float = math.inf
+    """Nats a token of a model that guesses: the logarithm of its vocabulary."""

@@ -49,6 +49,9 @@ class RecoveryConfig(_Section):
     max_consecutive_rollbacks: int = Field(3, ge=1)
     """Such rollbacks in a row, each within ``horizon`` of the one before, after which the state is
     suspected, not the batches. With 2 and 4 batches more than were bad, three reach over 9."""
+    max_accepted_leaps: int = Field(2, ge=0)
+    """Leaps of the loss that may be taken for a change of the data, after other batches and BF16
+    led to the same; 0: never, the learning rate is lowered instead."""
     max_layer_fallbacks: int = Field(10, ge=0)
     """Times that suspect layers are moved to BF16, with a rollback or before one is needed."""
     max_exchange_fallbacks: int = Field(2, ge=0)

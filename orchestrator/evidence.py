@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from monitoring.records import Incident, IncidentKind, Suspect
@@ -27,6 +27,8 @@ EARLY: frozenset[IncidentKind] = frozenset({"projected_overflow", "underflow", "
 """FP8 fits a layer badly, or soon will; the state that training is in is still good."""
 LEAPS: frozenset[IncidentKind] = frozenset({"loss_spike", "grad_norm_spike"})
 """What one bad batch shows as."""
+SAME_HEIGHT = 1.5
+"""Ratio of losses up to which they are taken to be as high: batches of a new domain differ."""
 CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
 """What a rank holds is not what was computed; no remedy of training cures that."""
 
@@ -72,9 +74,11 @@ def earlier_answer(
     """The newest rollback, of any rung, that answered the same trouble within the horizon.
 
     Step numbers go back with a rollback: an incident at a lower number than the action
-    lies in its replay and is a recurrence too.
+    lies in its replay and is a recurrence too. A leap that was accepted was no trouble.
     """
     for action in reversed(history.actions):
+        if action.kind == "accept":
+            return None
         if action.kind not in ("rollback", "layer_fallback", "whole_bf16", "lower_lr"):
             continue
         if history.step - action.step > policy.horizon:
@@ -84,14 +88,17 @@ def earlier_answer(
     return None
 
 
-def rollbacks_in_a_row(
-    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+def answers_in_a_row(
+    incidents: Sequence[Incident],
+    history: History,
+    policy: RecoveryConfig,
+    kinds: Collection[ActionKind],
 ) -> tuple[Action, ...]:
-    """The rollbacks, each within the horizon of the one after it, that answered the same trouble
-    by skipping batches alone; newest first. Any other answer to it ends the row."""
+    """The answers of those kinds to the same trouble, each within the horizon of the one after it;
+    newest first. An answer of another kind ends the row."""
     row: list[Action] = []
     before = history
-    while (earlier := earlier_answer(incidents, before, policy)) and earlier.kind == "rollback":
+    while (earlier := earlier_answer(incidents, before, policy)) and earlier.kind in kinds:
         row.append(earlier)
         at = next(i for i, action in enumerate(before.actions) if action is earlier)
         before = replace(before, actions=before.actions[:at], step=earlier.step)
@@ -106,6 +113,22 @@ def one_batch_each(incidents: Sequence[Incident], row: Sequence[Action]) -> bool
     """
     every = [*incidents, *(incident for action in row for incident in action.incidents)]
     return all(incident.kind in LEAPS | SATURATION for incident in every)
+
+
+def same_leap(incidents: Sequence[Incident], row: Sequence[Action]) -> float | None:
+    """How high the loss leapt each time, at the same step, if it was to the same height; else None.
+
+    That is what other data looks like, whose first batch any state meets at the same step. A
+    state that goes bad does so sooner or later, as its batches are.
+    """
+    each = [tuple(incidents), *(action.incidents for action in row)]
+    if len({min(incident.onset_step for incident in found) for found in each}) > 1:
+        return None
+    losses = [[i.evidence["loss"] for i in found if "loss" in i.evidence] for found in each]
+    if not all(losses):
+        return None
+    lowest, highest = min(map(max, losses)), max(map(max, losses))
+    return highest if highest <= SAME_HEIGHT * lowest else None
 
 
 def skips_in_a_row(step: int, history: History) -> tuple[Action, ...]:

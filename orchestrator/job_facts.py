@@ -6,6 +6,7 @@ controller hold the same facts.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
@@ -31,6 +32,7 @@ class JobFacts:
         self.ledger: tuple[int, ...] = tuple(resume.ledger)
         self.lr_scale = resume.lr_scale
         self.exchange: ExchangeDtype | None = resume.exchange
+        self.guessing_loss = math.log(resume.spec.model.vocab_size)
         """What gradients cross the network in; None: not decided yet."""
         self.fired_drills: set[int] = set(resume.fired_drills)
         self.fp8_layers: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ class JobFacts:
             batches=dict(self.batches),
             last_incident_step=self.last_incident_step,
             exchange=self.exchange,
+            guessing_loss=self.guessing_loss,
         )
 
     def _switchable(self, record: StepRecord) -> tuple[str, ...]:

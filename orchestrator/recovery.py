@@ -16,6 +16,7 @@ from orchestrator.actions import Action, ActionKind, History, PassedOver, Restor
 from orchestrator.config import RecoveryConfig
 from orchestrator.evidence import LOST_RANK, count, kept_by_hand
 from orchestrator.rungs import (
+    Accept,
     EarlyFallback,
     ExchangeBF16,
     Exhausted,
@@ -52,6 +53,7 @@ LADDER: tuple[Rung, ...] = (
     Rollback(),
     LayerFallback(),
     WholeBF16(),
+    Accept(),
     LowerLR(),
     Restart(),
     Watch(),

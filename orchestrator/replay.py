@@ -373,6 +373,8 @@ class _Replay:
     def _take(self, stored: Action) -> None:
         """The recorded course goes on with a stored action."""
         facts = self._known
+        if stored.kind == "accept":
+            self._bank.renew(stored.step + 1)
         if not any(i.kind == "supervisor_lost" for i in stored.incidents):
             self._save()
         self._course.append(stored)

@@ -15,6 +15,8 @@ What decides is evidence:
   BF16: no state is bad, so nothing is rolled back;
 - a layer that FP8 will soon fit no more, or fits badly, goes to BF16 where training is: no
   state is bad yet;
+- a loss that leaps to the same height at the same step with every batch, in BF16 too, is other
+  data: training goes on;
 - replicas that differ are restarted from before they did, once within the horizon: a machine
   that corrupts what it holds is for a person;
 - what comes back within the horizon was not cured, and climbs; a leap of loss or gradients only
@@ -36,6 +38,7 @@ from orchestrator.evidence import (
     EARLY,
     EXCHANGE,
     LOST_RANK,
+    answers_in_a_row,
     cause,
     count,
     earlier_answer,
@@ -46,11 +49,14 @@ from orchestrator.evidence import (
     onset,
     raised_again,
     repaired_within,
-    rollbacks_in_a_row,
+    same_leap,
     skips_in_a_row,
     snapshot_before,
 )
 from orchestrator.restart_budget import restarts_spent
+
+SKIPPING: tuple[ActionKind, ...] = ("rollback",)
+"""Answers that leave batches out, and nothing else."""
 
 
 class Rung(Protocol):
@@ -239,7 +245,7 @@ class Rollback:
             return PassedOver(
                 self.kind, f"{', '.join(suspects)} moved first in FP8: other batches do not cure it"
             )
-        row = rollbacks_in_a_row(incidents, history, policy)
+        row = answers_in_a_row(incidents, history, policy, SKIPPING)
         if earlier := earlier_answer(incidents, history, policy):
             back = f"came back within the horizon of {policy.horizon} steps of the"
             if not row or not one_batch_each(incidents, row):
@@ -300,6 +306,41 @@ class WholeBF16:
         if isinstance(action, PassedOver):
             return action
         return replace(action, precision=dict.fromkeys(layers, "bf16"))
+
+
+class Accept:
+    """Answers a loss that leaps to the same height whatever is tried: the data is another.
+
+    It did so at the same step with other batches, and in BF16. Nothing is undone: training goes
+    on, and the detectors learn the new level.
+    """
+
+    kind: ActionKind = "accept"
+
+    def consider(
+        self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+    ) -> Action | PassedOver:
+        if refused := no_instability(self.kind, incidents):
+            return refused
+        row = answers_in_a_row(incidents, history, policy, (*SKIPPING, "whole_bf16"))
+        if fp8_now(history) or len(row) < policy.max_consecutive_rollbacks:
+            return PassedOver(self.kind, "other batches and BF16 were not tried yet")
+        height = same_leap(incidents, row) if one_batch_each(incidents, row) else None
+        if height is None:
+            return PassedOver(self.kind, "it was not the same leap of the loss each time")
+        if height > history.guessing_loss:
+            worse = f"{height:.3g} is worse than guessing ({history.guessing_loss:.3g} nats)"
+            return PassedOver(self.kind, f"a loss of {worse}: no data does that to a good state")
+        budget = policy.max_accepted_leaps
+        if refused := spent(self.kind, history, "max_accepted_leaps", budget):
+            return refused
+        reason = (
+            f"Training goes on and the detectors begin anew: at step {onset(incidents, history)} "
+            f"the loss leaps to {height:.3g} at most, with {len(row) + 1} different stretches of "
+            f"batches, in BF16 too, so that the data is another and the state is not bad: "
+            f"{cause(incidents)}."
+        )
+        return drafted(self.kind, incidents, history, reason)
 
 
 class LowerLR:

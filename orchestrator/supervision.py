@@ -68,7 +68,7 @@ STOP_S = 45.0
 """Seconds that a stop may take, its checkpoint included; the controller ends us after 60."""
 
 
-IN_STRIDE = frozenset({"none", "skip_step", "exchange_bf16", "early_fallback"})
+IN_STRIDE = frozenset({"none", "skip_step", "accept", "exchange_bf16", "early_fallback"})
 """Answers with which training goes on without a way back."""
 
 
@@ -279,11 +279,13 @@ class Supervision:
         if action.kind not in IN_STRIDE:
             lost = any(incident.kind in LOST_RANK for incident in incidents)
             transition = (JobState.RECOVERING, Cause.RANK_LOST if lost else Cause.INCIDENT)
+        if action.kind == "accept":
+            self._bank.renew(attempt.facts.step + 1)
         self._journal.decided(action, incidents, transition, self._bank.state_dict())
         way = joined(self._way_back, action, now, attempt.facts.step)
         attempt.facts.apply(action)
         match action.kind:
-            case "skip_step" | "none":
+            case "skip_step" | "accept" | "none":
                 return
             case "exchange_bf16":
                 assert action.exchange is not None

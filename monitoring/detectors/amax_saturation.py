@@ -2,10 +2,10 @@
 
 Sees: each tensor's share of clamped values, and its amax against its own history.
 Statistic: percent saturated for ``saturation_patience`` steps in a row at or above
-``saturation_pct``, or ``SUDDEN`` times that in one; beside it the *surge*, the octaves by which log2(amax) exceeds the
-largest of recent healthy steps (a maximum that leaks an octave a ``window``). Suspects are
-layers, the one that moved first in front; among equals a forward operand (input, weight)
-before a gradient, which only follows it, then the larger surge.
+``saturation_pct``, or ``SUDDEN`` times that in one; beside it the *surge*, the octaves by
+which log2(amax) exceeds the largest of recent healthy steps (a maximum that leaks an octave a
+``window``). Suspects are layers, the one that moved first in front; among equals a forward
+operand (input, weight) before a gradient, which only follows it, then the larger surge.
 
 Must not fire on: a tensor whose delayed scale has seen no data yet, a layer
 that computes in BF16, a handful of clamped values above an old maximum. In a settling

@@ -11,10 +11,10 @@ Promises:
 
 - Incidents of detectors that see no tensors name the layers that had moved before the loss did.
 
-Settling: for ``settle_steps`` steps after a start, a rewind, a change of precision or a jump of
-the learning rate, spikes are not reported (the loss moves for good reasons then); non-finite
-steps, heavy saturation, frozen scales and replicas that differ always are. The windows are
-found from the records themselves.
+Settling: for ``settle_steps`` steps after a start, a rewind, a change of precision or of the batch
+size or a jump of the learning rate, spikes are not reported (the loss moves for good reasons
+then); non-finite steps, heavy saturation, frozen scales and replicas that differ always are. The
+windows are found from the records themselves.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class BankState:
     high_precision: tuple[str, ...] = ()
     lr: float = 0.0
     """Of the newest record; 0 before the first."""
+    tokens: int = 0
+    """Of the newest record."""
 
 
 def _pack(row: Mapping[str, Any]) -> str:
@@ -185,6 +187,20 @@ class DetectorBank:
         )
         return found
 
+    def renew(self, step: int) -> None:
+        """Forget all and learn anew from ``step`` on: what was usual is not what comes."""
+        self._state = replace(
+            self._initial(),
+            attempt=self._state.attempt,
+            timeline=self._state.timeline,
+            next_step=step,
+            settle_until=step + self.config.settle_steps,
+            high_precision=self._state.high_precision,
+            lr=self._state.lr,
+            tokens=self._state.tokens,
+        )
+        self._past.clear()
+
     def settle(self, step: int) -> None:
         """Open a settling window at ``step`` and end a hold: the trouble is dealt with."""
         self._state = replace(
@@ -233,10 +249,14 @@ class DetectorBank:
             record.timeline != state.timeline
             or record.high_precision_layers != state.high_precision
             or self._jumps(state.lr, record.lr)
+            or record.tokens != state.tokens
         )
         settle_until = state.settle_until
         if started or moved:
             settle_until = max(settle_until, record.step + self.config.settle_steps)
+        if state.tokens not in (0, record.tokens):
+            # Noise and gradients of another batch size are others.
+            state = replace(state, detectors=self._initial().detectors)
         hold = state.hold_until
         if hold is not None and record.step >= hold:
             hold = None
@@ -249,6 +269,7 @@ class DetectorBank:
             timeline=record.timeline,
             high_precision=record.high_precision_layers,
             lr=record.lr if math.isfinite(record.lr) else state.lr,
+            tokens=record.tokens,
             settle_until=settle_until,
             hold_until=hold,
             early_until=early,
@@ -271,6 +292,7 @@ class DetectorBank:
             "early_until": state.early_until,
             "high_precision": list(state.high_precision),
             "lr": state.lr,
+            "tokens": state.tokens,
         }
 
     def _load(self, row: Mapping[str, Any], names: Sequence[str]) -> BankState:

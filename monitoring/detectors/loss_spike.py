@@ -3,8 +3,8 @@
 Sees: log(loss) above its trend. Statistic: the residual from a Theil–Sen trend of the
 newest healthy steps (followed down, never up), as a robust z-score among the residuals
 of the last ``window`` healthy steps. Fires when the z-score reaches ``loss_sigmas`` and
-the loss is ``loss_min_rise`` (a fraction) above the trend. Silent until ``min_history``
-healthy steps were seen.
+the loss is ``loss_min_rise`` (a fraction) above the trend for ``loss_patience`` steps, or
+``HEAVY`` times that in one. Silent until ``min_history`` healthy steps were seen.
 
 Must not fire on: the fast fall of the first hundred steps, the bend after it, batch
 noise, a domain that is a little harder. The fall doesn't blind it either, for residuals
@@ -23,6 +23,8 @@ from monitoring.records import Incident, StepRecord
 
 LEAST_SPREAD = 0.01
 """Least deviation of log(loss), one percent."""
+HEAVY = 1.5
+"""Times ``loss_min_rise`` from which one step is enough."""
 ONSET_SHARE = 0.5
 """Share of the limits above which the steps right before a spike are counted to it."""
 
@@ -33,6 +35,8 @@ class LossState:
 
     baseline: Baseline = NO_BASELINE
     unusual_since: int | None = None
+    run: int = 0
+    """Steps in a row beyond both limits."""
 
 
 @register
@@ -45,11 +49,11 @@ class LossSpike(Detector[LossState]):
         return LossState()
 
     def dump(self, state: LossState) -> Any:
-        return [state.baseline.dump(), state.unusual_since]
+        return [state.baseline.dump(), state.unusual_since, state.run]
 
     def load(self, row: Any) -> LossState:
-        baseline, since = row
-        return LossState(Baseline.load(baseline), since)
+        baseline, since, *run = row
+        return LossState(Baseline.load(baseline), since, *run)
 
     def observe(self, state: LossState, record: StepRecord) -> tuple[LossState, list[Incident]]:
         if record.skipped or not math.isfinite(record.loss) or record.loss <= 0.0:
@@ -69,8 +73,11 @@ class LossSpike(Detector[LossState]):
         since = record.step if state.unusual_since is None else state.unusual_since
         if excess < 1.0:
             return LossState(following, since), []
-        incident = self._incident(record, math.exp(trend), sigmas, since)
-        return LossState(baseline, since), [incident]
+        leaping = LossState(baseline, since, state.run + 1)
+        rise = math.expm1(residual)
+        if leaping.run < config.loss_patience and rise < HEAVY * config.loss_min_rise:
+            return leaping, []
+        return leaping, [self._incident(record, math.exp(trend), sigmas, since)]
 
     def _incident(self, record: StepRecord, trend: float, sigmas: float, since: int) -> Incident:
         rise = record.loss / trend - 1.0

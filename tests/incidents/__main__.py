@@ -42,14 +42,17 @@ def main() -> int:
                 lines.append(_line(tuple(rows(scenario, layout, found, wrong))))
                 print(lines[-1], flush=True)
         lines.append("")
-        for name, sections in HEALTHY.items() if not wanted or "healthy" in wanted else ():
+        for healthy in HEALTHY:
+            if wanted and not {"healthy", healthy.name} & set(wanted):
+                continue
             for layout in LAYOUTS:
-                told = runs.train(layout, **sections)
-                done = f"{len(told.kept)} steps, {len(told.actions)} actions"
-                failed += bool(told.actions) or told.state != "succeeded"
-                lines.append(f"- healthy, {name}, {layout}: {done}, {told.state}")
-                lines += [f"  - {action.reason}" for action in told.actions]
-                print(lines[-1], flush=True)
+                told, wrong = runs.stay_healthy(healthy, layout)
+                failed += bool(wrong)
+                done = f"{len(told.kept)} steps, {len(told.actions)} actions, {told.state}"
+                news = [f"- healthy, {healthy.name}, {layout}: {done}"]
+                news += [f"  - {problem}" for problem in wrong]
+                print("\n".join(news), flush=True)
+                lines += news
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     told_at = time.strftime("%Y-%m-%d %H:%M")
     arguments.out.write_text("\n".join([f"# Incidents, {told_at}", "", *lines, ""]))

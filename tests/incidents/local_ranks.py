@@ -1,6 +1,6 @@
 """A supervised job whose ranks are processes of this machine: all that recovery is, without Ray.
 
-    told = run_job(spec, folder)
+    told = run_job(spec, folder=folder)
 
 The supervision, the detectors, the ladder and the loop of each rank are the real ones; the
 controller is the tests' storing one. Ranks are forked from a process that has done the imports,
@@ -231,11 +231,30 @@ class Told:
         return {record.step: record.loss.hex() for record in self.kept}
 
 
-def run_job(spec: JobSpec, folder: Path) -> Told:
-    """Train ``spec`` to its end. Raises AssertionError when that takes far too long."""
-    timeout_s = 120.0 + 0.5 * spec.training.steps
+def run_job(*specs: JobSpec, folder: Path) -> Told:
+    """Train a job to its end. Raises AssertionError when that takes far too long.
+
+    With several specs each goes on where the one before ended, as another attempt would that
+    somebody gave another spec: from its last checkpoint, with what its detectors had seen.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    controller = _Controller(spec, folder)
+    controller = _Controller(specs[0], folder)
+    for attempt, spec in enumerate(specs):
+        controller.spec = spec
+        controller.attempt += attempt > 0
+        _supervise(controller)
+    return Told(
+        tuple(StepRecord.from_json(step) for step in controller.steps),
+        tuple(controller.actions),
+        controller.states[-1][0] if controller.states else "none",
+        controller.attempt,
+    )
+
+
+def _supervise(controller: _Controller) -> None:
+    """One supervisor, and ranks of its own, until the job's end."""
+    spec = controller.spec
+    timeout_s = 120.0 + 0.5 * spec.training.steps
     ranks = LocalRanks(spec.snapshots.keep)
     supervision = Supervision(controller.resume(), controller, ranks, now=time.time())
     ranks.deliver, ranks.wake = supervision.deliver, supervision.inbox.wake
@@ -247,9 +266,3 @@ def run_job(spec: JobSpec, folder: Path) -> Told:
             supervision.inbox.wait(PASS_S)
     finally:
         supervision.close()
-    return Told(
-        tuple(StepRecord.from_json(step) for step in controller.steps),
-        tuple(controller.actions),
-        controller.states[-1][0] if controller.states else "none",
-        controller.attempt,
-    )

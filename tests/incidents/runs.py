@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.incidents.local_ranks import Told, run_job
-from tests.incidents.scenarios import Scenario, Seen, job, rehearsal, seen, wrongs
+from tests.incidents.scenarios import Healthy, Scenario, Seen, job, rehearsal, seen, wrongs
 
 SEEDS = (0, 1, 2)
 LEAST_SPREAD = 0.03
@@ -27,7 +27,17 @@ class Runs:
 
     def train(self, layout: str, **sections: Any) -> Told:
         """One job to its end."""
-        return run_job(job(self._folder, layout, **sections), self._new())
+        return run_job(job(self._folder, layout, **sections), folder=self._new())
+
+    def stay_healthy(self, healthy: Healthy, layout: str) -> tuple[Told, list[str]]:
+        """What became of a job in which nothing is wrong, and what of that is."""
+        specs = [job(self._folder, layout, **sections) for sections in healthy.stretches]
+        told = run_job(*specs, folder=self._new())
+        answers = tuple(action.kind for action in told.actions)
+        wrong = [] if answers == healthy.answers else [a.reason for a in told.actions]
+        if told.state != "succeeded" or len(told.kept) != specs[-1].training.steps:
+            wrong.append(f"the job {told.state} after {len(told.kept)} steps")
+        return told, wrong
 
     def _undisturbed(self, layout: str, steps: int) -> tuple[float, float]:
         """Final loss of the job without a drill, and how far other orders of its data end."""
@@ -44,7 +54,7 @@ class Runs:
     def rehearse(self, scenario: Scenario, layout: str) -> tuple[Seen, list[str]]:
         """What became of a drill, and what of that is wrong."""
         spec = rehearsal(self._folder, scenario, layout)
-        found = seen(run_job(spec, self._new()))
+        found = seen(run_job(spec, folder=self._new()))
         loss, spread = self.undisturbed(layout, spec.training.steps)
         return found, wrongs(scenario, found, loss, spread)
 

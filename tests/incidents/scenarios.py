@@ -27,6 +27,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
 }
 DOWN = "layers.1.mlp.down"
 WORDS = ["def", "return", "self", "None", "import", "for", "in", "x", "y", "(", ")", ":"]
+NEW = ["class", "yield", "lambda", "async", "await", "raise"]
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         "poisoned_batch/random",
         {"kind": "poisoned_batch", "tokens": "random"},
         frozenset({"loss_spike", "amax_saturation", "grad_norm_spike"}),
-        _BACK,
+        frozenset({"rollback"}),
     ),
     Scenario(
         "poisoned_batch/repeated",
         {"kind": "poisoned_batch", "tokens": "repeated"},
         frozenset({"loss_spike", "amax_saturation", "grad_norm_spike"}),
-        _BACK,
+        frozenset({"rollback"}),
     ),
     Scenario(
         "label_noise",
@@ -157,33 +158,74 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
 )
 
-HEALTHY: Mapping[str, dict[str, Any]] = {
-    "plain": {},
-    "warm-up and decay": {"training": {"warmup_steps": 40, "schedule": "linear"}},
-    "a small noisy batch": {"training": {"train_batch_size": 2}},
-    "another seed": {"data": {"shuffle_seed": 1}, "training": {"seed": 1}},
-    "the schedule starts again": {
-        "training": {"schedule": "linear", "lr": 1e-3},
-        "drills": [{"kind": "lr_shock", "step": DRILL_STEP, "steps": 40, "factor": 3}],
-    },
-    "long": {"training": {"steps": 7000}},
-}
-"""Jobs in which nothing is wrong, by what differs from the others. The return to FP8 and what
-follows a restart are in the scenarios: nothing but that return may come after the answer."""
+
+@dataclass(frozen=True)
+class Healthy:
+    """A job in which nothing is wrong."""
+
+    name: str
+    stretches: tuple[dict[str, Any], ...]
+    """What differs from the other jobs; each goes on where the one before ended."""
+    answers: tuple[str, ...] = ()
+    """What is done about it: nothing, but where no detector can know better."""
+
+
+_CONSTANT = {"schedule": "constant", "steps": STEPS, "lr": 1e-3}
+
+HEALTHY = (
+    Healthy("plain", ({},)),
+    Healthy("warm-up and decay", ({"training": {"warmup_steps": 40, "schedule": "linear"}},)),
+    Healthy("a small noisy batch", ({"training": {"train_batch_size": 2}},)),
+    Healthy("another seed", ({"data": {"shuffle_seed": 1}, "training": {"seed": 1}},)),
+    Healthy(
+        "the schedule starts again",
+        (
+            {
+                "training": {"schedule": "linear", "lr": 1e-3},
+                "drills": [{"kind": "lr_shock", "step": DRILL_STEP, "steps": 40, "factor": 3}],
+            },
+        ),
+    ),
+    Healthy(
+        "a domain shift",
+        (
+            {
+                "data": {"source": "near.py", "shuffle_seed": None},
+                "training": {"train_batch_size": 32, "seq_len": 16},
+            },
+        ),
+    ),
+    Healthy(
+        # The loss is four times as high from one step to the next. Nothing is given up for it.
+        "another language",
+        ({"data": {"source": "far.py", "shuffle_seed": None}},),
+        ("rollback", "rollback", "rollback", "whole_bf16", "accept", "return_to_fp8"),
+    ),
+    *(
+        Healthy(
+            f"a batch of {before}, then of {after}",
+            (
+                {"training": _CONSTANT | {"train_batch_size": before, "steps": DRILL_STEP}},
+                {"training": _CONSTANT | {"train_batch_size": after}},
+            ),
+        )
+        for before, after in ((16, 4), (4, 16))
+    ),
+    Healthy("long", ({"training": {"steps": 7000}},)),
+)
+"""Jobs in which nothing is wrong. The return to FP8 and what follows a restart are in the
+scenarios: nothing but that return may come after the answer."""
 
 
 def job(folder: Path, layout: str, **sections: Any) -> JobSpec:
     """The spec of a small job; ``sections`` are merged into it."""
-    text = folder / "text.py"
-    if not text.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        text.write_text(" ".join(random.Random(0).choices(WORDS, k=60_000)))
+    texts = _texts(folder)
     values: dict[str, Any] = {
         "name": "incident",
         "slots_per_node": 2,
         "parallelism": LAYOUTS[layout],
         "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "ffn_size": 96},
-        "data": {"source": str(text)},
+        "data": {"source": "text.py"},
         "training": {"steps": STEPS, "seq_len": 32, "train_batch_size": 8, "lr": 2e-3},
         "fp8": {"amax_history_len": 8},
         "gradient_exchange": {"min_size": 1024},
@@ -196,7 +238,26 @@ def job(folder: Path, layout: str, **sections: Any) -> JobSpec:
     for name, section in sections.items():
         known = values.get(name)
         values[name] = known | section if isinstance(known, dict) else section
+    values["data"]["source"] = str(texts / values["data"]["source"])
     return complete(JobSpec.model_validate(values))
+
+
+def _texts(folder: Path) -> Path:
+    """Where the texts are: one, and two that go over to another domain half-way.
+
+    Of the words of the near one 1 in 40 is new, of the far one half of them.
+    """
+    texts = folder / "texts"
+    if not texts.exists():
+        texts.mkdir(parents=True)
+        draw = random.Random(0).choices
+        (texts / "text.py").write_text(" ".join(draw(WORDS, k=60_000)))
+        half = DRILL_STEP * 8 * 32
+        first = " ".join(draw(WORDS, k=half))[:half]
+        for name, new in (("near.py", 1 / 40), ("far.py", 1 / 2)):
+            weights = [(1 - new) / len(WORDS)] * len(WORDS) + [new / len(NEW)] * len(NEW)
+            (texts / name).write_text(first + " ".join(draw(WORDS + NEW, weights, k=half)))
+    return texts
 
 
 def rehearsal(folder: Path, scenario: Scenario, layout: str) -> JobSpec:

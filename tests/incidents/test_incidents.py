@@ -11,10 +11,11 @@ import os
 import pytest
 
 from tests.incidents.runs import Runs
-from tests.incidents.scenarios import HEALTHY, LAYOUTS, SCENARIOS, STEPS, Scenario
+from tests.incidents.scenarios import HEALTHY, LAYOUTS, SCENARIOS, Healthy, Scenario
 
 ALL = os.environ.get("OCTAVO_INCIDENTS") == "all"
 IN_CI = {("bit_flip", "DP"), ("swiglu_growth", "DP"), ("poisoned_batch/random", "DP")}
+HEALTHY_IN_CI = {("another language", "PP")}
 CASES = [(s, layout) for s in SCENARIOS for layout in s.layouts if ALL or (s.name, layout) in IN_CI]
 
 
@@ -33,10 +34,16 @@ def test_a_drill_is_seen_and_answered_as_it_must_be(
     assert not wrong, "; ".join(wrong)
 
 
-@pytest.mark.skipif(not ALL, reason="OCTAVO_INCIDENTS=all runs it")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("healthy", HEALTHY)
-def test_a_healthy_job_is_left_alone(runs: Runs, healthy: str, layout: str) -> None:
-    told = runs.train(layout, **HEALTHY[healthy])
-    assert told.state == "succeeded" and len(told.kept) == STEPS
-    assert not told.actions, told.actions[0].reason
+@pytest.mark.parametrize(
+    ("healthy", "layout"),
+    [
+        (healthy, layout)
+        for healthy in HEALTHY
+        for layout in LAYOUTS
+        if ALL or (healthy.name, layout) in HEALTHY_IN_CI
+    ],
+    ids=lambda case: getattr(case, "name", case),
+)
+def test_a_healthy_job_is_left_alone(runs: Runs, healthy: Healthy, layout: str) -> None:
+    _, wrong = runs.stay_healthy(healthy, layout)
+    assert not wrong, wrong[0]

@@ -33,6 +33,46 @@ def broken(record):
     return dataclasses.replace(record, grad_norm=math.nan, skipped=True)
 
 
+class TestAnotherBatchSize:
+    def test_what_was_usual_with_the_old_one_is_forgotten(self):
+        records = healthy_trace(120)
+        noisy = [with_norm(r, r.grad_norm * (1 + 11 * (r.step % 2))) for r in records[60:]]
+        same = DetectorBank(CONFIG)
+        assert "grad_norm_spike" in kinds(feed(same, records[:60] + noisy))
+        other = [dataclasses.replace(r, tokens=r.tokens // 4) for r in noisy]
+        assert feed(DetectorBank(CONFIG), records[:60] + other) == []
+
+    def test_a_saved_state_knows_it(self):
+        records = healthy_trace(61)
+        bank = DetectorBank(CONFIG)
+        feed(bank, records[:60])
+        again = DetectorBank(CONFIG)
+        again.load_state_dict(json.loads(json.dumps(bank.state_dict())))
+        smaller = dataclasses.replace(records[60], tokens=records[60].tokens // 4)
+        assert feed(again, [with_loss(smaller, 50.0)]) == [], "it settles"
+
+
+class TestRenewed:
+    def test_a_level_that_was_accepted_is_the_usual_one(self):
+        records = healthy_trace(120)
+        higher = [with_loss(r, r.loss * 4) for r in records[60:]]
+        bank = DetectorBank(CONFIG)
+        assert "loss_spike" in kinds(feed(bank, [*records[:60], higher[0]]))
+        bank.renew(61)
+        assert feed(bank, higher[1:]) == []
+        following = dataclasses.replace(records[119], step=120)
+        assert "loss_spike" in kinds(bank.observe(with_loss(following, 90.0)))
+
+    def test_a_rewind_to_before_it_finds_nothing_of_before(self):
+        records = healthy_trace(80)
+        bank = DetectorBank(CONFIG)
+        feed(bank, records[:60])
+        bank.renew(60)
+        feed(bank, records[60:62])
+        assert bank.rewind(40) == 40
+        assert feed(bank, on([with_loss(r, r.loss * 4) for r in records[40:]], 1)) == []
+
+
 class TestOneReportATrouble:
     def test_several_detectors_at_one_step_give_one_list(self):
         records = healthy_trace(61)

@@ -34,9 +34,15 @@ class TestFiresWhen:
 
     def test_the_spike_during_the_fast_fall_stays_below_the_losses_of_the_start(self):
         records = healthy_trace(60, start=5.5, half_life=12)
-        records[40] = with_loss(records[40], 1.4)
+        records[40] = with_loss(records[40], 1.5)
         assert records[40].loss < 0.9 * records[0].loss
         assert [i.step for i in incidents_of(records)] == [40]
+
+    def test_a_smaller_rise_lasts_and_its_first_step_is_the_onset(self):
+        records = healthy_trace(120)
+        for step in (100, 101):
+            records[step] = with_loss(records[step], 1.38)
+        assert [(i.step, i.onset_step) for i in incidents_of(records)] == [(101, 100)]
 
     def test_every_step_of_a_lasting_rise_for_outliers_never_enter_the_baseline(self):
         records = healthy_trace(120)
@@ -59,6 +65,12 @@ class TestFiresWhen:
 
 
 class TestStaysSilentWhen:
+    def test_single_batches_are_harder(self):
+        records = healthy_trace(200)
+        for step in (100, 102, 140):
+            records[step] = with_loss(records[step], 1.38)
+        assert not incidents_of(records)
+
     @pytest.mark.parametrize("seed", range(12))
     @pytest.mark.parametrize("half_life", [8.0, 25.0, 60.0])
     def test_the_loss_falls_from_5_5_to_2_5_in_the_first_hundred_steps(self, seed, half_life):

@@ -288,6 +288,7 @@ class TestLastRungs:
             "rollback",
             "layer_fallback",
             "whole_bf16",
+            "accept",
             "lower_lr",
             "restart",
             "none",
@@ -297,6 +298,58 @@ class TestLastRungs:
         policy = RecoveryConfig(max_rollbacks=0, max_lr_cuts=0, on_exhausted="fail")
         action = act(history(fp8_layers=()), incident("loss_spike", 61), policy=policy)
         assert action.kind == "fail"
+
+
+def leap(step: int, loss: float) -> Incident:
+    return replace(incident("loss_spike", step), evidence={"loss": loss})
+
+
+def leaping(losses: list[float], step: int = 61, **changes: Any) -> Action:
+    """The answer to a loss that leaps at ``step``, again and again."""
+    hist = history(guessing_loss=5.5, **changes)
+    for loss in losses[:-1]:
+        action = act(hist, leap(step, loss))
+        precision = {**hist.precision, **action.precision}
+        hist = replace(hist, actions=(*hist.actions, action), precision=precision)
+    return act(hist, leap(step, losses[-1]))
+
+
+class TestAccept:
+    def test_the_same_leap_with_other_batches_and_in_bf16_is_other_data(self) -> None:
+        assert leaping([3.1, 3.3, 2.6, 3.2]).kind == "whole_bf16"
+        action = leaping([3.1, 3.3, 2.6, 3.2, 3.0])
+        assert action.kind == "accept" and action.to_step is None and not action.skip_batches
+        assert "leaps to 3.3 at most, with 5 different" in action.reason
+
+    def test_where_nothing_is_in_fp8_other_batches_are_enough(self) -> None:
+        assert leaping([3.1, 3.3, 2.6, 3.2], fp8_layers=()).kind == "accept"
+
+    def test_leaps_of_other_heights_are_not(self) -> None:
+        action = leaping([3.1, 3.3, 2.6, 5.2, 3.0])
+        assert action.kind == "lower_lr" and "not the same leap" in why(action, "accept")
+
+    def test_a_loss_worse_than_guessing_is_not(self) -> None:
+        action = leaping([9.1, 9.3, 9.6, 9.2, 9.0])
+        assert action.kind == "lower_lr" and "worse than guessing" in why(action, "accept")
+
+    def test_a_leap_at_another_step_is_not(self) -> None:
+        hist = history(guessing_loss=5.5)
+        for step in (61, 61, 61, 61, 63):
+            action = act(replace(hist, step=step), leap(step, 3.0))
+            precision = {**hist.precision, **action.precision}
+            hist = replace(hist, actions=(*hist.actions, action), precision=precision)
+        assert action.kind == "lower_lr"
+
+    def test_after_it_a_leap_is_a_new_trouble(self) -> None:
+        action = leaping([3.1, 3.3, 2.6, 3.2, 3.0])
+        hist = history(90, actions=(action,), precision=dict.fromkeys(LAYERS, "bf16"))
+        again = act(replace(hist, restorable=(Restorable(80, 4, True),)), leap(90, 4.0))
+        assert (again.kind, again.skip_batches) == ("rollback", (90,))
+
+    def test_its_budget_is_for_the_life_of_the_job(self) -> None:
+        spent = (leaping([3.1, 3.3, 2.6, 3.2, 3.0]),) * POLICY.max_accepted_leaps
+        action = leaping([3.1, 3.3, 2.6, 3.2, 3.0], actions=spent)
+        assert action.kind == "lower_lr" and "max_accepted_leaps = 2" in why(action, "accept")
 
 
 class TestRestart:

@@ -43,6 +43,7 @@ BUDGETS = {
     "rollback": "max_rollbacks",
     "layer_fallback": "max_layer_fallbacks",
     "lower_lr": "max_lr_cuts",
+    "accept": "max_accepted_leaps",
     "exchange_bf16": "max_exchange_fallbacks",
 }
 
@@ -60,6 +61,7 @@ class Job(RuleBasedStateMachine):
             max_consecutive_rollbacks=st.integers(1, 3),
             max_layer_fallbacks=st.integers(0, 3),
             max_lr_cuts=st.integers(0, 2),
+            max_accepted_leaps=st.integers(0, 1),
             max_exchange_fallbacks=st.integers(0, 2),
             max_suspects=st.integers(1, 2),
             horizon=st.integers(1, 40),

@@ -128,6 +128,14 @@ class TestOwnPolicy:
         assert found.exact, list(replay_lines(found, None, {}))
         assert len([j for j in found.decisions if j.stored]) == len(trace.actions)
 
+    def test_a_leap_that_was_accepted_is_the_usual_level_in_the_replay_too(
+        self, stored: Make
+    ) -> None:
+        job = stored(Script(loss=lambda step: 1.0 if step < 22 else 3.0))
+        job.train(90)
+        found = replay(job.trace())
+        assert found.exact and "accept" in [v[4] for v in verdicts(found)]
+
     def test_a_job_that_goes_on_is_replayed_up_to_what_is_certainly_decided(
         self, stored: Make
     ) -> None:
@@ -270,7 +278,9 @@ class TestOtherPolicy:
         job.train(80)
         trace = job.trace()
         assert [action.step for action in trace.actions] == [70]
-        strict = "{detection: {min_history: 6, loss_min_rise: 0.1}, recovery: {%s}}"
+        strict = (
+            "{detection: {min_history: 6, loss_min_rise: 0.1, loss_patience: 1}, recovery: {%s}}"
+        )
         policy = parse_policy(strict % "max_consecutive_rollbacks: 1", "p.yaml")
         spec = policy.applied(trace.spec)
         found = replay(trace, spec)
@@ -284,7 +294,7 @@ class TestOtherPolicy:
         assert changed.replayed is not None and changed.replayed.kind != "rollback"
         lines = list(replay_lines(found, Path("p.yaml"), changes(trace.spec, spec)))
         assert lines.count(f"  -- {ASSUMPTION}") == 1
-        assert "  detection.loss_min_rise: 0.25 → 0.1" in lines
+        assert "  detection.loss_min_rise: 0.3 → 0.1" in lines
 
     def test_a_policy_that_only_words_differ_in_is_the_same(self, stored: Make) -> None:
         job = stored(Script(spike=lambda step, batch: batch == 47))

@@ -192,6 +192,19 @@ class TestInPlace:
         assert job.controller.states[-1] == ("paused", "BUDGET_SPENT")
         assert job.ranks.closed
 
+    def test_other_data_is_gone_on_with_and_its_level_is_the_usual_one_from_there(
+        self, bench: Make
+    ) -> None:
+        harder = Script(loss=lambda step: 1.0 if step < 22 else 3.0)
+        job = bench(harder, recovery={"calm_steps": 40})
+        job.train(120)
+        answers = ["rollback", "rollback", "rollback", "whole_bf16", "accept"]
+        assert job.settled().kinds() == [*answers, "return_to_fp8"]
+        assert job.controller.states[-1][0] == "running"
+        assert [s["step"] for s in job.controller.steps[-30:]] == list(
+            range(job.controller.steps[-1]["step"] - 29, job.controller.steps[-1]["step"] + 1)
+        ), "it did not go back again"
+
     def test_a_nonfinite_step_is_noted_and_nothing_is_commanded(self, bench: Make) -> None:
         job = bench(Script(nonfinite=frozenset({22})))
         job.train(40)
