@@ -1,10 +1,16 @@
 """State on disk: written beside the run by the ranks, made valid by one rename.
 
 ``<job>/checkpoints/step-00000100/`` holds one safetensors file a rank and a manifest with
-their digests. Ranks write into ``.tmp-step-…-attempt-…-timeline-…``, so that an attempt
-that was given up can't mix its files into another's; ``commit_checkpoint`` (called once,
-by the supervisor) writes the manifest and renames the folder. Promises: a folder without
-the prefix is complete; damage is found before anything is loaded; no pickle, no torch.
+their digests. All that an attempt does goes through its own folder, ``.attempt-N/``:
+
+    open_attempt        (supervisor) makes it, and renames those of earlier attempts away
+    write_rank_file     (ranks) write into it
+    commit_checkpoint   (supervisor, once all have) renames a step out of it
+    deleting            renames into it what is to go
+
+So an attempt that was given up can change nothing any more, whatever it was in the middle of,
+and however late it wakes up: the folder that it would rename from, or to, has gone. Promises: a
+folder named ``step-…`` is complete; damage is found before anything is loaded; no pickle, no torch.
 """
 
 from __future__ import annotations
@@ -12,17 +18,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from launch import checkpoint_files
+from launch.checkpoint_files import (
+    RankFile,
+    complete_file,
+    sync_folder,
+    what_is_wrong,
+    write_durably,
+)
 from launch.snapshots import (
     DamagedSnapshotError,
     MissingSnapshotError,
@@ -33,11 +47,25 @@ from launch.snapshots import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+HOLD_S = 3600.0
+"""How long a checkpoint that somebody reads is kept for that."""
 
-_STAGED = re.compile(r"\.tmp-step-(\d+)-attempt-(\d+)-timeline-(\d+)")
+_ATTEMPT = re.compile(r"\.attempt-(\d+)")
+_STAGED = re.compile(r"step-(\d+)-timeline-(\d+)")
 
 logger = logging.getLogger(__name__)
+
+
+class AttemptOverError(RuntimeError):
+    """A write of an attempt that was given up: another one has the job's checkpoints."""
+
+    def __init__(self, attempt: int, detail: str) -> None:
+        super().__init__(f"attempt {attempt} is over: {detail}")
+        self.attempt, self.detail = attempt, detail
+
+    def __reduce__(self) -> tuple[type[AttemptOverError], tuple[int, str]]:
+        return (type(self), (self.attempt, self.detail))
 
 
 class IncompleteCheckpointError(RuntimeError):
@@ -51,13 +79,8 @@ class IncompleteCheckpointError(RuntimeError):
         return (type(self), (self.step, self.missing))
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
-    """One rank's state in a checkpoint."""
-
-    name: str
-    nbytes: int
-    digest: str
+class ManifestError(ValueError):
+    """A folder is no checkpoint, by its manifest; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +93,51 @@ class Checkpoint:
     timeline: int
     files: Mapping[int, RankFile]
     """By rank."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """What whoever committed it said of the job, for JSON."""
+
+
+def open_attempt(job_dir: Path | str, attempt: int) -> None:
+    """Take the checkpoints over for ``attempt``, before any rank of it runs.
+
+    Asked again by the same attempt it changes nothing; ``bury`` gives back what earlier ones took.
+    Raises AttemptOverError when a later one has them, or OSError.
+    """
+    root = _checkpoints(Path(job_dir))
+    own = _own(root, attempt)
+    made = not own.exists()
+    if (newest := _newest_attempt(root)) > attempt:
+        raise AttemptOverError(attempt, f"attempt {newest} has taken over")
+    own.mkdir(parents=True, exist_ok=True)
+    # Whoever comes later has made his folder before he looks; so either he sees ours, or we his.
+    if (newest := _newest_attempt(root)) > attempt:
+        if made:
+            shutil.rmtree(own, ignore_errors=True)
+        raise AttemptOverError(attempt, f"attempt {newest} has taken over")
+    for folder in root.glob(".attempt-*"):
+        match = _ATTEMPT.fullmatch(folder.name)
+        if match and int(match[1]) < attempt:
+            # Another supervisor of this attempt may have done it.
+            with suppress(FileNotFoundError):
+                folder.rename(root / f".given-up-{match[1]}-{time.time_ns()}")
+    sync_folder(root)
+    sync_folder(root.parent)
 
 
 def write_rank_file(job_dir: Path, key: SnapshotKey, payload: Payload, digest: str) -> Path:
-    """Write one rank's file of a checkpoint, durable on return; OSError if it can't be."""
-    folder = _checkpoints(job_dir) / _staged_name(key.step, key.attempt, key.timeline)
-    folder.mkdir(parents=True, exist_ok=True)
-    flat = np.frombuffer(payload, dtype=np.uint8)
-    path = folder / _rank_name(key.rank)
-    _write_durably(path, flat.data)
-    # Beside the file and after it: says that the file is complete, and what it must be.
-    file = RankFile(path.name, flat.nbytes, digest)
-    _write_durably(path.with_suffix(".json"), json.dumps(asdict(file)).encode())
-    _sync_folder(folder)
-    return path
+    """Write one rank's file of a checkpoint, durable and read back on return.
+
+    Raises OSError if it can't be, AttemptOverError, or DamagedFileError.
+    """
+    root = _checkpoints(job_dir)
+    folder = _own(root, key.attempt) / _staged_name(key.step, key.timeline)
+    try:
+        folder.mkdir(exist_ok=True)
+        checkpoint_files.write_rank_file(folder, _rank_name(key.rank), payload, digest)
+    except FileNotFoundError:
+        _refuse_if_over(root, key.attempt)
+        raise
+    return folder / _rank_name(key.rank)
 
 
 def commit_checkpoint(
@@ -94,34 +148,75 @@ def commit_checkpoint(
     *,
     timeline: int | None = None,
     num_to_keep: int = 3,
+    run: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Make the files that all ``ranks`` wrote for ``step`` a checkpoint, in one rename.
 
-    ``timeline`` None takes the newest one of the attempt that is complete. Deletes what is
-    superseded: checkpoints beyond ``num_to_keep``, later ones of a branch that was given
-    up, and unfinished folders of older attempts or steps. Raises IncompleteCheckpointError,
-    or OSError; then nothing has changed.
+    ``timeline`` None takes the newest one of the attempt that is complete; ``run`` is what is to
+    be known of the job without reading them. Deletes what is superseded: checkpoints beyond
+    ``num_to_keep``, later ones of a branch that was given up, and unfinished folders of older
+    steps (``bury`` gives their space back). Raises IncompleteCheckpointError, AttemptOverError or
+    OSError; then nothing has changed.
+    What the files hold was verified as they were written.
     """
     root = _checkpoints(Path(job_dir))
-    folder, at_timeline, files = _complete_folder(root, step, attempt, ranks, timeline)
+    own = _own(root, attempt)
+    folder, at_timeline, files = _complete_folder(own, step, ranks, timeline)
     final = root / f"step-{step:08d}"
-    checkpoint = Checkpoint(final, step, attempt, at_timeline, files)
-    _write_durably(folder / MANIFEST, json.dumps(_to_json(checkpoint), indent=1).encode())
-    _sync_folder(folder)
-    if final.exists():
-        # The same step of an older branch. A crash between the two renames leaves the
-        # older checkpoints to restart from.
-        _retire(final)
-    folder.rename(final)
-    _sync_folder(root)
-    _delete_superseded(root, checkpoint, num_to_keep)
+    checkpoint = Checkpoint(final, step, attempt, at_timeline, files, dict(run or {}))
+    try:
+        write_durably(folder / MANIFEST, json.dumps(_to_json(checkpoint), indent=1).encode())
+        sync_folder(folder)
+        if final.exists():
+            # The same step of an older branch. A crash between the two renames leaves the
+            # older checkpoints to restart from.
+            final.rename(own / _grave(final))
+        folder.rename(final)
+        sync_folder(own)
+    except FileNotFoundError:
+        _refuse_if_over(root, attempt)
+        raise
+    sync_folder(root)
+    _delete_superseded(root, own, checkpoint, num_to_keep)
     return checkpoint
+
+
+def discard_step(job_dir: Path | str, step: int, attempt: int, timeline: int) -> None:
+    """A checkpoint won't be completed: ``bury`` gives back what it took. Never raises."""
+    own = _own(_checkpoints(Path(job_dir)), attempt)
+    _retire(own / _staged_name(step, timeline), own)
+
+
+def bury(job_dir: Path | str, attempt: int) -> None:
+    """Delete what ``attempt`` and those before it are done with; takes as long as the disk does."""
+    root = _checkpoints(Path(job_dir))
+    for grave in [*root.glob(".given-up-*"), *_own(root, attempt).glob("old-*")]:
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def hold(path: Path | str, holder: str) -> None:
+    """Keep a checkpoint from being deleted while ``holder`` (a word) reads it, for ``HOLD_S``.
+
+    Where that can't be noted, as in a folder that may only be read, nothing happens.
+    """
+    try:
+        (Path(path) / f"held-by-{holder}").touch()
+    except OSError as error:
+        logger.warning("%s can't be held: %s", path, error)
+
+
+def let_go(path: Path | str, holder: str) -> None:
+    """End a ``hold``; there may be none."""
+    try:
+        (Path(path) / f"held-by-{holder}").unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s stays held for a while: %s", path, error)
 
 
 def list_checkpoints(
     job_dir: Path | str, rollbacks: Mapping[int, int] | None = None
 ) -> list[Checkpoint]:
-    """Committed checkpoints with a readable manifest, newest step first; contents unchecked.
+    """Committed checkpoints with a good manifest, newest step first; contents unchecked.
 
     ``rollbacks``: the step each later timeline began at, by timeline. A checkpoint of an
     earlier timeline beyond that step belongs to what was rolled back, and is left out.
@@ -130,16 +225,34 @@ def list_checkpoints(
     found = []
     for folder in sorted(root.glob("step-*"), reverse=True):
         try:
-            checkpoint = _from_json(folder, json.loads((folder / MANIFEST).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning(
-                "checkpoint %s is left out, its manifest is unreadable: %s", folder, error
-            )
+            checkpoint = read_manifest(folder)
+        except (OSError, ManifestError) as error:
+            logger.warning("checkpoint %s is left out: %s", folder, error)
             continue
         later = (rollbacks or {}).items()
         if all(checkpoint.step <= to for at, to in later if at > checkpoint.timeline):
             found.append(checkpoint)
     return found
+
+
+def read_manifest(folder: Path | str) -> Checkpoint:
+    """What the checkpoint ``folder`` says of itself; raises OSError or ManifestError."""
+    folder = Path(folder)
+    text = (folder / MANIFEST).read_bytes()
+    try:
+        told = json.loads(text)
+        if told["format"] != FORMAT:
+            raise ManifestError(f"its format is {told['format']!r}, this is {FORMAT}")
+        if told.pop("digest") != _manifest_digest(told):
+            raise ManifestError("its manifest has another digest than was written")
+        files = {int(rank): RankFile(**file) for rank, file in told["files"].items()}
+        return Checkpoint(
+            folder, told["step"], told["attempt"], told["timeline"], files, told["run"]
+        )
+    except ManifestError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"its manifest can't be read: {error!r}") from error
 
 
 def newest_checkpoint(
@@ -157,24 +270,11 @@ def newest_checkpoint(
     return None
 
 
-def verify_checkpoint(checkpoint: Checkpoint) -> list[str]:
-    """What is wrong with its files, one sentence each; reads all of them."""
-    problems = []
-    for file in checkpoint.files.values():
-        path = checkpoint.path / file.name
-        try:
-            size = path.stat().st_size
-            if size != file.nbytes:
-                problems.append(f"{file.name} has {size} bytes, {file.nbytes} were written")
-                continue
-            with path.open("rb") as stream:
-                found = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32))
-        except OSError as error:
-            problems.append(f"{file.name} can't be read: {error.strerror}")
-            continue
-        if found.hexdigest() != file.digest:
-            problems.append(f"{file.name} has another digest than was written")
-    return problems
+def verify_checkpoint(checkpoint: Checkpoint, *, contents: bool = True) -> list[str]:
+    """What is wrong with its files, one sentence each; with ``contents`` reads all of them."""
+    files = checkpoint.files.values()
+    found = (what_is_wrong(checkpoint.path, file, contents=contents) for file in files)
+    return [problem for problem in found if problem is not None]
 
 
 def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
@@ -184,12 +284,12 @@ def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
     """
     folder = Path(path)
     try:
-        checkpoint = _from_json(folder, json.loads((folder / MANIFEST).read_text()))
+        checkpoint = read_manifest(folder)
         file = checkpoint.files[rank]
         payload = np.fromfile(folder / file.name, dtype=np.uint8)
     except (OSError, KeyError) as error:
         raise MissingSnapshotError(rank, step, "disk", f"{folder}: {error}") from error
-    except (ValueError, TypeError) as error:
+    except ManifestError as error:
         raise DamagedSnapshotError(rank, step, "disk", f"{folder}: {error}") from error
     if checkpoint.step != step:
         raise MissingSnapshotError(rank, step, "disk", f"{folder} is of step {checkpoint.step}")
@@ -202,127 +302,106 @@ def _checkpoints(job_dir: Path) -> Path:
     return job_dir / "checkpoints"
 
 
-def _staged_name(step: int, attempt: int, timeline: int) -> str:
-    return f".tmp-step-{step:08d}-attempt-{attempt}-timeline-{timeline}"
+def _own(root: Path, attempt: int) -> Path:
+    return root / f".attempt-{attempt}"
+
+
+def _staged_name(step: int, timeline: int) -> str:
+    return f"step-{step:08d}-timeline-{timeline}"
 
 
 def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def _grave(folder: Path) -> str:
+    """A name in an attempt's folder for what is to be deleted."""
+    return f"old-{folder.name}-{time.time_ns()}"
+
+
+def _newest_attempt(root: Path) -> int:
+    matches = (_ATTEMPT.fullmatch(folder.name) for folder in root.glob(".attempt-*"))
+    return max((int(match[1]) for match in matches if match), default=-1)
+
+
+def _refuse_if_over(root: Path, attempt: int) -> None:
+    if (newest := _newest_attempt(root)) > attempt:
+        raise AttemptOverError(attempt, f"attempt {newest} has taken over")
+
+
 def _complete_folder(
-    root: Path, step: int, attempt: int, ranks: Collection[int], timeline: int | None
+    own: Path, step: int, ranks: Collection[int], timeline: int | None
 ) -> tuple[Path, int, dict[int, RankFile]]:
     """The staged folder that has every rank's file, its timeline, and the files."""
     missing: tuple[int, ...] = tuple(sorted(ranks))
-    for at_timeline, folder in _staged_folders(root, step, attempt, timeline):
-        files, missing = _complete_files(folder, ranks)
+    for at_timeline, folder in _staged_folders(own, step, timeline):
+        found = {rank: complete_file(folder, _rank_name(rank)) for rank in sorted(ranks)}
+        files = {rank: file for rank, file in found.items() if file is not None}
+        missing = tuple(rank for rank in found if rank not in files)
         if not missing:
             return folder, at_timeline, files
     raise IncompleteCheckpointError(step, missing)
 
 
-def _staged_folders(
-    root: Path, step: int, attempt: int, timeline: int | None
-) -> list[tuple[int, Path]]:
+def _staged_folders(own: Path, step: int, timeline: int | None) -> list[tuple[int, Path]]:
     """(timeline, folder) of what was written for this step, newest timeline first."""
     found = []
-    for folder in root.glob(f".tmp-step-{step:08d}-attempt-{attempt}-timeline-*"):
+    for folder in own.glob(f"step-{step:08d}-timeline-*"):
         match = _STAGED.fullmatch(folder.name)
-        if match and timeline in (None, int(match[3])):
-            found.append((int(match[3]), folder))
+        if match and timeline in (None, int(match[2])):
+            found.append((int(match[2]), folder))
     return sorted(found, reverse=True)
 
 
-def _complete_files(
-    folder: Path, ranks: Collection[int]
-) -> tuple[dict[int, RankFile], tuple[int, ...]]:
-    files, missing = {}, []
-    for rank in sorted(ranks):
-        path = folder / _rank_name(rank)
-        try:
-            file = RankFile(**json.loads(path.with_suffix(".json").read_text()))
-            complete = path.stat().st_size == file.nbytes
-        except (OSError, ValueError, TypeError):
-            complete = False
-        if complete:
-            files[rank] = file
-        else:
-            missing.append(rank)
-    return files, tuple(missing)
-
-
 def _to_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
+    told = {
         "format": FORMAT,
         "step": checkpoint.step,
         "attempt": checkpoint.attempt,
         "timeline": checkpoint.timeline,
+        "run": dict(checkpoint.run),
         "files": {str(rank): asdict(file) for rank, file in checkpoint.files.items()},
     }
+    return {**told, "digest": _manifest_digest(told)}
 
 
-def _from_json(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']} is not {FORMAT}")
-    files = {int(rank): RankFile(**file) for rank, file in manifest["files"].items()}
-    return Checkpoint(folder, manifest["step"], manifest["attempt"], manifest["timeline"], files)
+def _manifest_digest(told: Mapping[str, Any]) -> str:
+    """Of all of a manifest but this."""
+    text = json.dumps(told, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=32).hexdigest()
 
 
-def _delete_superseded(root: Path, newest: Checkpoint, num_to_keep: int) -> None:
+def _delete_superseded(root: Path, own: Path, newest: Checkpoint, num_to_keep: int) -> None:
+    """What ``newest`` makes needless; nothing any more, should a later attempt have taken over."""
     branch = (newest.attempt, newest.timeline)
-    kept = []
+    kept, going = [], []
     for checkpoint in list_checkpoints(root.parent):
         given_up = (checkpoint.attempt, checkpoint.timeline) < branch
-        if given_up and checkpoint.step > newest.step:
-            _retire(checkpoint.path)
-        else:
-            kept.append(checkpoint)
-    for checkpoint in kept[num_to_keep:]:
-        _retire(checkpoint.path)
-    for folder in root.glob(".tmp-step-*"):
+        useless = given_up and checkpoint.step > newest.step
+        # One that is known to be damaged must not take the place of one that isn't.
+        useless = useless or bool(verify_checkpoint(checkpoint, contents=False))
+        (going if useless else kept).append(checkpoint)
+    for checkpoint in [*going, *kept[num_to_keep:]]:
+        if not _is_held(checkpoint.path):
+            _retire(checkpoint.path, own)
+    for folder in own.glob("step-*-timeline-*"):
         match = _STAGED.fullmatch(folder.name)
-        if match and (
-            int(match[2]) < newest.attempt
-            or (int(match[2]) == newest.attempt and int(match[1]) < newest.step)
-        ):
-            shutil.rmtree(folder, ignore_errors=True)
+        if match and int(match[1]) < newest.step:
+            _retire(folder, own)
 
 
-def _retire(folder: Path) -> None:
-    """Take a checkpoint away: renamed first, so that no half of it is ever found."""
-    grave = folder.with_name(f".old-{folder.name}")
-    shutil.rmtree(grave, ignore_errors=True)
+def _is_held(folder: Path) -> bool:
     try:
-        folder.rename(grave)
+        return any(time.time() - hold.stat().st_mtime < HOLD_S for hold in folder.glob("held-by-*"))
+    except OSError:
+        return True
+
+
+def _retire(folder: Path, own: Path) -> None:
+    """Take a folder away by one rename, so that no half of it is ever found."""
+    try:
+        folder.rename(own / _grave(folder))
+    except FileNotFoundError:
+        return  # nothing there, or a later attempt has taken over
     except OSError as error:
         logger.warning("%s can't be deleted: %s", folder, error)
-        return
-    shutil.rmtree(grave, ignore_errors=True)
-
-
-def _write_durably(path: Path, data: bytes | memoryview) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with _removed_on_error(partial), partial.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(path)
-
-
-@contextmanager
-def _removed_on_error(path: Path) -> Iterator[None]:
-    """A full disk gets its space back."""
-    try:
-        yield
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,15 +1,30 @@
 """The job's checkpoints as the supervisor handles them: commit what all ranks wrote, list.
 
-Promises: a disk that is full or broken is told, never raised: training goes on.
+Promises: a disk that is full or broken is told, never raised: training goes on, what a checkpoint
+took that won't be completed is given back, and the next one is tried. No pass waits for files to
+be deleted.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from launch.checkpoints import IncompleteCheckpointError, commit_checkpoint, list_checkpoints
-from launch.commands import RestorePoint, SnapshotReport
+from launch.checkpoints import (
+    AttemptOverError,
+    IncompleteCheckpointError,
+    bury,
+    commit_checkpoint,
+    discard_step,
+    list_checkpoints,
+    open_attempt,
+    verify_checkpoint,
+)
+from launch.commands import CopyFailed, RestorePoint, SnapshotReport
+from orchestrator.protocol import FencedError
 
 logger = logging.getLogger(__name__)
 
@@ -17,19 +32,52 @@ logger = logging.getLogger(__name__)
 class CheckpointShelf:
     """Checkpoints of one job; files of the present attempt that wait for other ranks."""
 
-    def __init__(self, job_dir: Path | str, num_to_keep: int, world_size: int) -> None:
+    def __init__(
+        self,
+        job_dir: Path | str,
+        num_to_keep: int,
+        world_size: int,
+        run: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``run`` goes into each manifest."""
         self._job_dir = Path(job_dir)
         self._num_to_keep = num_to_keep
         self._world_size = world_size
+        self._run = dict(run or {})
+        self._attempt = 0
+        self._open = False
         self._written: dict[tuple[int, int, int], set[int]] = {}
+        self._lost: set[tuple[int, int, int]] = set()
         self.failed: tuple[int, str] | None = None
         """The newest step that could not be committed, and why."""
+
+    def begin(self, attempt: int) -> None:
+        """Take the disk over for an attempt, before its ranks are given out.
+
+        Raises FencedError when a later one has it. A disk that fails is tried again with the
+        next checkpoint.
+        """
+        self._attempt, self._open = attempt, False
+        self.forget()
+        self._try_to_open()
 
     def add(self, report: SnapshotReport) -> bool:
         """Note a rank's file; True when it was the last one and the step can be committed."""
         key = (report.attempt, report.timeline, report.step)
+        if key in self._lost:
+            self._give_back(key)
+            return False
         self._written.setdefault(key, set()).add(report.rank)
         return len(self._written[key]) == self._world_size
+
+    def lose(self, report: CopyFailed) -> None:
+        """A rank has no file of a step, so that the others' are of no use. Raises FencedError."""
+        if report.tier in ("ring", "disk"):
+            self._try_to_open()
+            key = (report.attempt, report.timeline, report.step)
+            self._lost.add(key)
+            self._written.pop(key, None)
+            self._give_back(key)
 
     def waiting(self) -> bool:
         """Whether some ranks have written a step that others have not."""
@@ -38,10 +86,12 @@ class CheckpointShelf:
     def forget(self) -> None:
         """Files of a branch that was given up are never completed."""
         self._written.clear()
+        self._lost.clear()
 
     def commit(self, report: SnapshotReport) -> str:
         """Make the step a checkpoint; "" when it is one, else what went wrong."""
-        self._written.pop((report.attempt, report.timeline, report.step), None)
+        key = (report.attempt, report.timeline, report.step)
+        self._written.pop(key, None)
         try:
             commit_checkpoint(
                 self._job_dir,
@@ -50,17 +100,54 @@ class CheckpointShelf:
                 range(self._world_size),
                 timeline=report.timeline,
                 num_to_keep=self._num_to_keep,
+                run=self._run,
             )
-        except (IncompleteCheckpointError, OSError) as error:
+        except (IncompleteCheckpointError, AttemptOverError, OSError) as error:
             logger.warning("checkpoint of step %d: %s", report.step, error)
             self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
+            self._give_back(key)
             return str(error)
+        self._bury()
         return ""
 
     def points(self) -> list[RestorePoint]:
-        """What an attempt could start from; contents are checked by whoever loads them."""
+        """What an attempt could start from, on any number of ranks.
+
+        Files that are missing or cut off are left out here; whoever loads one checks the rest.
+        """
         return [
             RestorePoint(c.step, "disk", c.attempt, c.timeline, str(c.path))
             for c in list_checkpoints(self._job_dir)
-            if set(c.files) == set(range(self._world_size))
+            if set(c.files) == set(range(len(c.files))) and not _is_cut_off(c)
         ]
+
+    def _try_to_open(self) -> None:
+        if self._open:
+            return
+        try:
+            open_attempt(self._job_dir, self._attempt)
+            self._open = True
+        except AttemptOverError as error:
+            raise FencedError(str(error)) from error
+        except OSError as error:
+            logger.warning("no checkpoints in %s for now: %s", self._job_dir, error)
+        else:
+            self._bury()
+
+    def _give_back(self, key: tuple[int, int, int]) -> None:
+        attempt, timeline, step = key
+        discard_step(self._job_dir, step, attempt, timeline)
+        self._bury()
+
+    def _bury(self) -> None:
+        """Deleting may take long: a thread does it."""
+        threading.Thread(
+            target=bury, args=(self._job_dir, self._attempt), name="undertaker", daemon=True
+        ).start()
+
+
+def _is_cut_off(checkpoint: Any) -> bool:
+    problems = verify_checkpoint(checkpoint, contents=False)
+    if problems:
+        logger.warning("checkpoint %s is left out: %s", checkpoint.path, "; ".join(problems))
+    return bool(problems)

@@ -31,7 +31,12 @@ class StartingPoints:
         self._refused: set[RestorePoint] = set()
 
     def choose(self, attempt: AttemptState) -> tuple[RestorePoint, ...]:
-        """Note in ``attempt`` where its ranks start; all that they may start from, best first."""
+        """Note in ``attempt`` where its ranks start; all that they may start from, best first.
+
+        From here on no earlier attempt changes what is on disk. Raises FencedError where a later
+        one has it.
+        """
+        self._shelf.begin(attempt.facts.attempt)
         found = candidates(
             self._in_memory() + self._shelf.points(),
             attempt.facts.actions,

@@ -208,6 +208,7 @@ class Supervision:
                         self._journal.happened(notices.drill(report, kind), now)
                     attempt.facts.fired_drills.add(report.drill)
                 case CopyFailed():
+                    self._shelf.lose(report)
                     self._journal.happened(notices.copy_failed(report), now)
                 case CopyRefused():
                     self._starts.passed_over(report)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from launch.checkpoints import commit_checkpoint, newest_checkpoint
+from launch.checkpoints import commit_checkpoint, newest_checkpoint, open_attempt
 from launch.commands import (
     Assignment,
     Command,
@@ -215,6 +215,8 @@ def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
         **start: Any,
     ) -> list[Seen]:
         folder = str(job_dir or tmp_path_factory.mktemp("job"))
+        if not Path(folder, "checkpoints").is_file():
+            open_attempt(folder, start.get("attempt", 1))
         settings = _config(corpus, zero, recipe, **(config or {}))
         return run_ranks(
             _body, WORLD, settings, folder, posts, start, held, init_group=False, timeout_s=200

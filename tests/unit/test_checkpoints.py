@@ -11,9 +11,11 @@ import pytest
 
 from launch.checkpoints import (
     IncompleteCheckpointError,
+    bury,
     commit_checkpoint,
     list_checkpoints,
     newest_checkpoint,
+    open_attempt,
     read_rank_file,
     verify_checkpoint,
     write_rank_file,
@@ -28,6 +30,7 @@ def payload(rank: int, step: int) -> bytes:
 def write(
     job_dir: Path, step: int, ranks: range = range(2), attempt: int = 1, timeline: int = 0
 ) -> None:
+    open_attempt(job_dir, attempt)
     for rank in ranks:
         key = SnapshotKey("job", attempt, timeline, rank, step)
         data = payload(rank, step)
@@ -37,6 +40,7 @@ def write(
 def save(job_dir: Path, step: int, attempt: int = 1, timeline: int = 0, keep: int = 3) -> None:
     write(job_dir, step, attempt=attempt, timeline=timeline)
     commit_checkpoint(job_dir, step, attempt, range(2), timeline=timeline, num_to_keep=keep)
+    bury(job_dir, attempt)
 
 
 def steps(job_dir: Path) -> list[int]:
@@ -78,7 +82,7 @@ class TestCommit:
 
     def test_a_file_cut_off_after_its_note_counts_as_missing(self, tmp_path: Path) -> None:
         write(tmp_path, 100)
-        (staged,) = (tmp_path / "checkpoints").iterdir()
+        (staged,) = (tmp_path / "checkpoints").glob(".attempt-1/*")
         victim = staged / "rank-00001.safetensors"
         victim.write_bytes(victim.read_bytes()[:-1])
         with pytest.raises(IncompleteCheckpointError, match=r"\[1\]"):
@@ -87,9 +91,8 @@ class TestCommit:
     def test_files_of_two_attempts_are_never_mixed(self, tmp_path: Path) -> None:
         write(tmp_path, 100, ranks=range(1), attempt=1)
         write(tmp_path, 100, ranks=range(1, 2), attempt=2)
-        for attempt in (1, 2):
-            with pytest.raises(IncompleteCheckpointError):
-                commit_checkpoint(tmp_path, 100, attempt, range(2))
+        with pytest.raises(IncompleteCheckpointError, match=r"\[0\]"):
+            commit_checkpoint(tmp_path, 100, 2, range(2))
 
     def test_files_of_two_timelines_are_never_mixed(self, tmp_path: Path) -> None:
         write(tmp_path, 100, ranks=range(1), timeline=1)
@@ -101,9 +104,11 @@ class TestCommit:
             save(tmp_path, step, keep=2)
         assert steps(tmp_path) == [40, 30]
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+            ".attempt-1",
             "step-00000030",
             "step-00000040",
         ]
+        assert not list((tmp_path / "checkpoints" / ".attempt-1").iterdir())
 
     def test_a_commit_after_a_rollback_deletes_what_was_rolled_back(self, tmp_path: Path) -> None:
         for step in (10, 20, 30):
@@ -113,14 +118,15 @@ class TestCommit:
         found = newest_checkpoint(tmp_path)
         assert found is not None and found.timeline == 1
 
-    def test_unfinished_folders_of_older_attempts_go_and_later_steps_stay(
+    def test_unfinished_folders_of_older_attempts_and_steps_go_and_later_steps_stay(
         self, tmp_path: Path
     ) -> None:
         write(tmp_path, 10, ranks=range(1), attempt=1)
+        write(tmp_path, 10, ranks=range(1), attempt=2)
         write(tmp_path, 30, ranks=range(1), attempt=2)
         save(tmp_path, 20, attempt=2)
-        left = [p.name for p in (tmp_path / "checkpoints").glob(".tmp-*")]
-        assert left == [".tmp-step-00000030-attempt-2-timeline-0"]
+        left = [str(p.relative_to(tmp_path)) for p in tmp_path.glob("checkpoints/.*/*")]
+        assert left == ["checkpoints/.attempt-2/step-00000030-timeline-0"]
 
     def test_an_unwritable_folder_raises_an_oserror(self, tmp_path: Path) -> None:
         (tmp_path / "checkpoints").write_text("a file stands in the way")
@@ -183,6 +189,6 @@ class TestReadRankFile:
     def test_a_manifest_of_another_format_is_refused(self, tmp_path: Path) -> None:
         save(tmp_path, 10)
         manifest = rank_file(tmp_path, 10, 1).with_name("manifest.json")
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2}))
-        with pytest.raises(DamagedSnapshotError, match="format 2"):
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 7}))
+        with pytest.raises(DamagedSnapshotError, match="format is 7"):
             read_rank_file(manifest.parent, 0, 10)

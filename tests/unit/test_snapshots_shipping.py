@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.checkpoints import commit_checkpoint
+from launch.checkpoints import commit_checkpoint, open_attempt
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.keeper import Keeper
 from launch.shipping import Shipper
@@ -79,6 +79,7 @@ def rig_of(rigs: list[Rig], store: SnapshotStore | None, job_dir: Path) -> Rig:
 
 def test_a_copy_is_told_for_every_tier_it_reached(rigs: list[Rig], tmp_path: Path) -> None:
     keeper = Keeper()
+    open_attempt(tmp_path, 1)
     rig = rig_of(rigs, keeper, tmp_path)
     rig.snapshot(10)
     rig.snapshot(20, to_disk=True)
@@ -136,6 +137,7 @@ def test_a_keeper_that_fails_is_told_and_left_alone_for_a_while(
 ) -> None:
     gate = Gate(error=ConnectionError("the keeper is gone"))
     gate.open.set()
+    open_attempt(tmp_path, 1)
     rig = rig_of(rigs, gate, tmp_path)
     rig.snapshot(10)
     rig.snapshot(20, to_disk=True)

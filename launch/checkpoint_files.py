@@ -1,0 +1,218 @@
+"""One rank's file of a checkpoint: written durably, read whole or in part, verified either way.
+
+Beside ``rank-00003.safetensors`` lies ``rank-00003.json`` with a digest of every MiB, so that a
+rank of another layout, which needs a few slices of many files, verifies what it reads and no
+more. Promises: a file is complete under its name or not there; what was written was read back
+from the disk before anybody is told; nothing is returned that doesn't match its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.snapshots import Payload
+
+CHUNK = 1 << 20
+"""Bytes that have a digest of their own."""
+_CACHED = 16
+"""Verified chunks that a reader keeps."""
+
+
+class DamagedFileError(RuntimeError):
+    """A file's bytes aren't those that were written; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's state in a checkpoint, as its manifest tells."""
+
+    name: str
+    nbytes: int
+    digest: str
+    """BLAKE2b-256 of the bytes, hex."""
+    chunks: str
+    """BLAKE2b-256 of the digests of its chunks, one behind the other, hex."""
+
+
+def write_rank_file(folder: Path, name: str, payload: Payload, digest: str) -> RankFile:
+    """Write ``name`` and what verifies it into ``folder``, durable on return.
+
+    Raises OSError when it can't be, and then leaves nothing; DamagedFileError when ``payload`` no
+    longer has ``digest``, or the disk doesn't give back what it was given.
+    """
+    data = np.frombuffer(payload, dtype=np.uint8).data
+    whole, found = _hash(), []
+    path = folder / name
+    partial = _partial(path)
+    with _removed_on_error(partial):
+        with partial.open("wb", buffering=0) as stream:
+            for begin in range(0, len(data), CHUNK):
+                chunk = data[begin : begin + CHUNK]
+                whole.update(chunk)
+                found.append(_digest(chunk))
+                _write_all(stream.fileno(), chunk)
+            if whole.hexdigest() != digest:
+                raise DamagedFileError(f"the state for {name} changed before it was written")
+            os.fsync(stream.fileno())
+        _read_back(partial, found)
+        partial.rename(path)
+    file = RankFile(name, len(data), digest, _digest(b"".join(found)).hex())
+    # After it: says that the file is complete, and what it must be.
+    told = {**asdict(file), "digests": [chunk.hex() for chunk in found]}
+    with _removed_on_error(path):
+        write_durably(_note(path), json.dumps(told).encode())
+        sync_folder(folder)
+    return file
+
+
+def complete_file(folder: Path, name: str) -> RankFile | None:
+    """What ``write_rank_file`` says of a file that is there in full; else None."""
+    path = folder / name
+    try:
+        told = json.loads(_note(path).read_text())
+        file = RankFile(told["name"], told["nbytes"], told["digest"], told["chunks"])
+        return file if path.stat().st_size == file.nbytes else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def what_is_wrong(folder: Path, file: RankFile, *, contents: bool) -> str | None:
+    """One sentence on what is wrong with a file, None if nothing is; ``contents``: reads all."""
+    path = folder / file.name
+    try:
+        size = path.stat().st_size
+        if size != file.nbytes:
+            return f"{file.name} has {size} bytes, {file.nbytes} were written"
+        if contents:
+            with path.open("rb") as stream:
+                if hashlib.file_digest(stream, _hash).hexdigest() != file.digest:
+                    return f"{file.name} has another digest than was written"
+    except OSError as error:
+        return f"{file.name} can't be read: {error.strerror}"
+    return None
+
+
+class RankFileReader:
+    """Random access to a rank's file; reads and verifies the chunks that it is asked for."""
+
+    def __init__(self, folder: Path, file: RankFile) -> None:
+        """Raises OSError, or DamagedFileError when the digests aren't those of the manifest."""
+        path = folder / file.name
+        self._file = file
+        try:
+            told = json.loads(_note(path).read_text())
+            self._digests = [bytes.fromhex(chunk) for chunk in told["digests"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedFileError(f"{_note(path).name}: {error}") from error
+        chunks = -(-file.nbytes // CHUNK)
+        if (
+            len(self._digests) != chunks
+            or _digest(b"".join(self._digests)).hex() != file.chunks
+            or path.stat().st_size != file.nbytes
+        ):
+            raise DamagedFileError(f"{file.name} or its digests aren't what was written")
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._cache: OrderedDict[int, bytes] = OrderedDict()
+
+    def close(self) -> None:
+        """Of no use afterwards."""
+        os.close(self._descriptor)
+
+    def read(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Bytes [begin, end), a copy. Raises OSError or DamagedFileError."""
+        found = np.empty(end - begin, dtype=np.uint8)
+        at = begin
+        while at < end:
+            number, within = divmod(at, CHUNK)
+            chunk = self._chunk(number)[within : within + end - at]
+            found[at - begin : at - begin + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
+            at += len(chunk)
+        return found
+
+    def _chunk(self, number: int) -> bytes:
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        begin = number * CHUNK
+        wanted = min(CHUNK, self._file.nbytes - begin)
+        data = os.pread(self._descriptor, wanted, begin)
+        if len(data) != wanted or _digest(data) != self._digests[number]:
+            raise DamagedFileError(
+                f"{self._file.name}: bytes from {begin} aren't what was written there"
+            )
+        self._cache[number] = data
+        if len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
+        return data
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """The file is there in full and on the disk, or, on an OSError, as it was before."""
+    partial = _partial(path)
+    with _removed_on_error(partial):
+        with partial.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.rename(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=32)
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def _note(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read_back(path: Path, digests: list[bytes]) -> None:
+    """Raise DamagedFileError unless the disk has what ``digests`` say."""
+    with path.open("rb") as stream:
+        if hasattr(os, "posix_fadvise"):
+            # From the disk, not from the cache that the write has left.
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for number, expected in enumerate(digests):
+            if _digest(stream.read(CHUNK)) != expected:
+                raise DamagedFileError(f"{path.name}: the disk lost bytes from {number * CHUNK}")
+
+
+@contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    """A full disk gets its space back."""
+    try:
+        yield
+    except (OSError, DamagedFileError):
+        path.unlink(missing_ok=True)
+        raise

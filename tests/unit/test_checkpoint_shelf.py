@@ -1,0 +1,126 @@
+"""The supervisor's side of checkpoints: what ranks wrote becomes one, or gives its space back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from launch.checkpoints import list_checkpoints, open_attempt, write_rank_file
+from launch.commands import CopyFailed, SnapshotReport
+from launch.snapshots import SnapshotKey, digest_of
+from orchestrator.checkpoint_shelf import CheckpointShelf
+from orchestrator.protocol import FencedError
+
+STATE = b"state" * 1000
+
+
+def written(job_dir: Path, rank: int, step: int, attempt: int = 1) -> SnapshotReport:
+    key = SnapshotKey("job", attempt, 0, rank, step)
+    path = write_rank_file(job_dir, key, STATE, digest_of(STATE))
+    return SnapshotReport(attempt, 0, rank, step, "disk", len(STATE), digest_of(STATE), str(path))
+
+
+def failed(rank: int, step: int) -> CopyFailed:
+    return CopyFailed(1, 0, rank, step, "disk", "OSError: No space left on device")
+
+
+def shelf_of(job_dir: Path, attempt: int = 1) -> CheckpointShelf:
+    shelf = CheckpointShelf(job_dir, 2, 2)
+    shelf.begin(attempt)
+    return shelf
+
+
+def states_on_disk(job_dir: Path) -> int:
+    """Rank files, once what is being deleted is gone."""
+    for thread in threading.enumerate():
+        if thread.name == "undertaker":
+            thread.join()
+    return len(list(job_dir.rglob("*.safetensors")))
+
+
+def test_the_last_rank_makes_a_step_a_checkpoint_and_points_name_it(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path)
+    assert not shelf.add(written(tmp_path, 0, 10))
+    report = written(tmp_path, 1, 10)
+    assert shelf.waiting() and shelf.add(report)
+    assert shelf.commit(report) == "" and not shelf.waiting()
+    (point,) = shelf.points()
+    assert (point.step, point.tier, point.attempt) == (10, "disk", 1)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_step_that_one_rank_has_no_room_for_takes_none_and_the_next_one_works(
+    tmp_path: Path, late: bool
+) -> None:
+    shelf = shelf_of(tmp_path)
+    if late:
+        shelf.lose(failed(1, 10))
+        assert not shelf.add(written(tmp_path, 0, 10))
+    else:
+        assert not shelf.add(written(tmp_path, 0, 10))
+        shelf.lose(failed(1, 10))
+    assert not shelf.waiting()
+    assert states_on_disk(tmp_path) == 0
+    shelf.add(written(tmp_path, 0, 20))
+    assert shelf.add(report := written(tmp_path, 1, 20))
+    assert shelf.commit(report) == ""
+    assert [point.step for point in shelf.points()] == [20]
+
+
+def test_a_commit_that_fails_is_told_and_its_space_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = shelf_of(tmp_path)
+    shelf.add(written(tmp_path, 0, 10))
+    report = written(tmp_path, 1, 10)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("launch.checkpoints.write_durably", full)
+    assert "No space" in shelf.commit(report)
+    assert shelf.failed is not None and "step 10" in shelf.failed[1]
+    assert states_on_disk(tmp_path) == 0
+
+
+def test_a_disk_that_could_not_be_taken_over_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    shelf = shelf_of(tmp_path)
+    (tmp_path / "checkpoints").unlink()
+    shelf.lose(failed(0, 10))
+    shelf.add(written(tmp_path, 0, 20))
+    assert shelf.add(report := written(tmp_path, 1, 20))
+    assert shelf.commit(report) == ""
+
+
+def test_who_comes_late_is_fenced(tmp_path: Path) -> None:
+    late = shelf_of(tmp_path, attempt=1)
+    late.add(written(tmp_path, 0, 10))
+    late.add(report := written(tmp_path, 1, 10))
+    open_attempt(tmp_path, 2)
+    assert late.commit(report) != ""
+    with pytest.raises(FencedError, match="attempt 2"):
+        late.begin(1)
+    assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "gone", "no manifest", "garbage"])
+def test_what_can_be_seen_to_be_damaged_is_not_offered(tmp_path: Path, damage: str) -> None:
+    shelf = shelf_of(tmp_path)
+    for step in (10, 20):
+        shelf.add(written(tmp_path, 0, step))
+        shelf.add(report := written(tmp_path, 1, step))
+        shelf.commit(report)
+    folder = tmp_path / "checkpoints" / "step-00000020"
+    file = folder / "rank-00001.safetensors"
+    if damage == "cut off":
+        file.write_bytes(STATE[:-1])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "no manifest":
+        (folder / "manifest.json").unlink()
+    else:
+        (folder / "manifest.json").write_text('{"format": 2, "step": 20}')
+    assert [point.step for point in shelf.points()] == [10]
