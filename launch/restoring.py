@@ -90,7 +90,8 @@ class Restorer:
             try:
                 return self._unpacked(point, tier, fetch())
             except SnapshotError as refused:
-                error = refused
+                # A keeper doesn't know whose partner it is.
+                error = type(refused)(refused.rank, refused.step, tier, refused.detail)
             except Exception as unreachable:  # noqa: BLE001 - whatever became of the keeper
                 why = f"{type(unreachable).__name__}: {unreachable}".splitlines()[0]
                 error = MissingSnapshotError(self._assignment.rank, point.step, tier, why)
