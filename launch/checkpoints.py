@@ -374,7 +374,8 @@ def _manifest_digest(told: Mapping[str, Any]) -> str:
 def _delete_superseded(root: Path, own: Path, newest: Checkpoint, num_to_keep: int) -> None:
     """What ``newest`` makes needless; nothing any more, should a later attempt have taken over."""
     branch = (newest.attempt, newest.timeline)
-    kept, going = [], []
+    kept: list[Checkpoint] = []
+    going: list[Checkpoint] = []
     for checkpoint in list_checkpoints(root.parent):
         given_up = (checkpoint.attempt, checkpoint.timeline) < branch
         useless = given_up and checkpoint.step > newest.step
