@@ -9,6 +9,7 @@ import sys
 BENCHMARKS = (
     "bench_overhead",
     "bench_recovery",
+    "bench_snapshots",
     "bench_detection",
     "bench_start",
     "bench_fp8_linear",

@@ -33,7 +33,7 @@ def main() -> None:
         _compare(layout, arguments.rounds, arguments.steps)
 
 
-def _spec(layout: str, steps: int) -> JobSpec:
+def on_layout(layout: str, steps: int) -> JobSpec:
     """The demo on another layout, with as many sequences a replica."""
     pipeline, data = (int(degree) for degree in layout.split("x"))
     demo = load_spec(ROOT / "deploy/jobs/demo.yaml")
@@ -53,7 +53,7 @@ def _spec(layout: str, steps: int) -> JobSpec:
 
 
 def _compare(layout: str, rounds: int, steps: int) -> None:
-    spec = _spec(layout, steps)
+    spec = on_layout(layout, steps)
     assert spec.slots_per_node is not None
     ratios = []
     with tempfile.TemporaryDirectory() as folder:

@@ -33,6 +33,8 @@ class Run:
     step_s: float
     """Median seconds between the ends of successive steps, in the second half of the run."""
     losses: tuple[float, ...]
+    gaps: tuple[float, ...] = ()
+    """Seconds between the ends of successive steps, in the second half of the run."""
 
 
 @contextlib.contextmanager
@@ -88,7 +90,7 @@ def _run(began: float, times: list[float], losses: list[float]) -> Run:
     settled = times[len(times) // 2 :]
     gaps = [b - a for a, b in itertools.pairwise(settled)]
     step_s = statistics.median(gaps) if gaps else float("nan")
-    return Run(times[0] - began, step_s, tuple(losses))
+    return Run(times[0] - began, step_s, tuple(losses), tuple(gaps))
 
 
 def _free_port() -> int:
