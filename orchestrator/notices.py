@@ -197,15 +197,14 @@ def decided(action: Action) -> Notice:
 
 def answered(control: Control, answer: ControlAnswer) -> Notice:
     """What became of something that a person asked for."""
-    message = answer.message.rstrip(". ")
-    if answer.state == "refused":
-        message = f"The {control.kind} that {control.by} asked for is refused: {message}"
-    else:
-        message = f"The {control.kind} that {control.by} asked for is done: {message}"
+    told = answer.message.rstrip(". ")
+    became = "refused" if answer.state == "refused" else "done"
+    end = "" if told.endswith("?") else "."
+    message = f"The {control.kind} that {control.by} asked for is {became}: {told}{end}"
     detail = {
         "control": control.key,
         "kind": control.kind,
         "asked_by": control.by,
         "step": answer.step,
     }
-    return Notice(f"control_{answer.state}", f"{message}.", detail)
+    return Notice(f"control_{answer.state}", message, detail)
