@@ -76,8 +76,9 @@ class RankGroup(Protocol):
     def kill(self) -> None:
         """End every rank of the attempt; on return their processes are gone."""
 
-    def fill_standby(self) -> None:
-        """Start as many idle workers as there are ranks, without waiting for them."""
+    def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
+        """Start as many idle workers as there are ranks, and as many as each spare has slots,
+        without waiting for them; those elsewhere end."""
 
     def copies(self) -> list[SnapshotKey]:
         """What the keepers of all nodes hold of this job; a lost keeper holds nothing."""

@@ -159,9 +159,10 @@ class WorkerGroup:
         self._end_all(self._ranks)
         self._ranks = []
 
-    def fill_standby(self) -> None:
-        """One idle worker a rank, on the node where it may be needed."""
-        wanted = [seat.node_id for seat in self._seats]
+    def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
+        """One idle worker a rank, and a slot of each spare, on the node where it may be needed."""
+        seated = [*self._seats, *(seat for seat in spares for _ in range(seat.slots))]
+        wanted = [seat.node_id for seat in seated]
         keep: list[_Worker] = []
         for worker in _living(self._standby):
             if worker.node_id in wanted:
@@ -169,7 +170,7 @@ class WorkerGroup:
                 keep.append(worker)
             else:
                 _kill(worker)
-        seats = {seat.node_id: seat for seat in self._seats}
+        seats = {seat.node_id: seat for seat in seated}
         self._standby = keep + [self._create(seats[node_id]) for node_id in wanted]
 
     def copies(self) -> list[SnapshotKey]:

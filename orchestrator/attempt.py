@@ -13,7 +13,7 @@ from launch.config import RunConfig
 from launch.rank_group import Seat
 from orchestrator.config import RecoveryConfig
 from orchestrator.job_facts import JobFacts
-from orchestrator.protocol import ResumeState, keeper_actor
+from orchestrator.protocol import NodeSlot, ResumeState, keeper_actor
 
 LEAST_STEP_TIMEOUT_S = 60.0
 STEP_TIMEOUT_MEDIANS = 20.0
@@ -68,10 +68,15 @@ def assignments(
 
 
 def seats(resume: ResumeState) -> list[Seat]:
-    """The nodes as the group of ranks sees them."""
+    """The nodes that have ranks, as the group of ranks sees them."""
+    return seats_of(resume.job, resume.nodes)
+
+
+def seats_of(job: str, nodes: Sequence[NodeSlot]) -> list[Seat]:
+    """Some nodes of a job, as the group of ranks sees them."""
     return [
-        Seat(node.node_id, node.node_ip, node.slots, keeper_actor(resume.job, node.bundle))
-        for node in resume.nodes
+        Seat(node.node_id, node.node_ip, node.slots, keeper_actor(job, node.bundle))
+        for node in nodes
     ]
 
 

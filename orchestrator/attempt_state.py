@@ -31,8 +31,6 @@ class AttemptState:
         """What its ranks may start from instead, best first."""
         self.step_times: deque[float] = deque(maxlen=256)
         """Seconds of the newest steps; empty before the attempt's first."""
-        self.restocked = False
-        """Idle workers for the next restart were asked for."""
         self.ended_since: float | None = None
         """When a rank was first seen to have ended."""
         self._policy = resume.spec.recovery

@@ -50,6 +50,7 @@ from orchestrator.lost_ranks import blames_a_peer, died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
+from orchestrator.restocking import Restocking
 from orchestrator.rungs import drafted
 from orchestrator.spec_backend import backend_of
 from orchestrator.starting_points import StartingPoints
@@ -117,6 +118,8 @@ class Supervision:
         self._ending: Ending | None = None
         self._attempt = AttemptState(resume, self._world, now)
         self.phase = Phase.LAUNCHING
+        self.restocking = Restocking(group, resume.spec.resources.standby)
+        self.restocking.begin(resume)
         group.start(seats(resume))
 
     # What other threads call.
@@ -170,6 +173,7 @@ class Supervision:
             if self.phase is Phase.LAUNCHING:
                 self._launch(now)
             elif self.phase is Phase.TRAINING:
+                self.restocking.turn(self._attempt.on_new_ground)
                 self._watch(now)
             elif self.phase is Phase.STOPPING:
                 self._watch_stop(now)
@@ -254,7 +258,6 @@ class Supervision:
 
     def _followed(self, record: StepRecord, first: bool, now: float) -> None:
         """Says so when a step is the first one after a start or a way back."""
-        attempt = self._attempt
         way, self._way_back = self._way_back, None
         told = [notices.training(record.attempt, record.step)] if first else []
         if way is not None:
@@ -265,10 +268,6 @@ class Supervision:
             self._journal.happened(notice, now, (JobState.RUNNING, cause) if last else None)
         if first:
             self._controls.trains(record.step, now)
-        # Their imports take the cores that steps to be done again need.
-        if self._spec.resources.standby and not attempt.restocked and attempt.on_new_ground:
-            attempt.restocked = True
-            self._group.fill_standby()
 
     # Decisions.
 
@@ -405,6 +404,7 @@ class Supervision:
         self._attempt.facts.fp8_layers = before.fp8_layers
         self._attempt.facts.fixed_layers = before.fixed_layers
         self.phase = Phase.LAUNCHING
+        self.restocking.begin(resume)
         self._group.start(seats(resume))
 
     def _launch(self, now: float) -> None:

@@ -26,6 +26,7 @@ from orchestrator.protocol import (
     NAMESPACE,
     Acknowledgement,
     JobHistory,
+    NodeSlot,
     ResumeState,
     SupervisorBatch,
 )
@@ -127,6 +128,11 @@ class Supervisor:
         """What people ask for; the same ones come again until they are answered."""
         if self._supervision is not None:
             self._supervision.ask(controls)
+
+    def spares(self, spares: Sequence[NodeSlot]) -> None:
+        """The nodes that stand ready for the job now."""
+        if self._supervision is not None:
+            self._supervision.restocking.stand_ready(spares)
 
     def ping(self) -> bool:
         """Whether ``run`` is going."""

@@ -136,7 +136,7 @@ class LocalRanks:
         for rank in self._ranks:
             rank.process.join()
 
-    def fill_standby(self) -> None:
+    def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
         """Nothing: a forked rank is there at once."""
 
     def copies(self) -> list[SnapshotKey]:

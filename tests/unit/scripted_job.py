@@ -222,8 +222,8 @@ class ScriptedRanks:
         self.kills += 1
         self.running = False
 
-    def fill_standby(self) -> None:
-        self.standby = WORLD
+    def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
+        self.standby = WORLD + sum(seat.slots for seat in spares)
 
     def copies(self) -> list[SnapshotKey]:
         return list(self.held)

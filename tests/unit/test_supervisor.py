@@ -30,6 +30,7 @@ from monitoring.report import render_report
 from monitoring.summary import summarize
 from orchestrator.lifecycle import JobState
 from orchestrator.lost_supervisor import supervisor_lost
+from orchestrator.protocol import NodeSlot
 from orchestrator.supervision import BLAME_S, NODE_BLAME_S, STOP_S, Phase
 from orchestrator.supervisors import LastWords
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
@@ -81,6 +82,18 @@ class TestStart:
         job.train(13 - job.ranks.step)
         assert job.ranks.standby == 0
         job.train(1)
+        assert job.ranks.standby == WORLD
+
+    def test_spares_have_theirs_too_also_those_that_come_later(self, bench: Make) -> None:
+        job = bench()
+        job.train(1)
+        assert job.ranks.standby == WORLD
+        spare = NodeSlot("c" * 56, "10.0.0.9", 7, slots=2, spare=True)
+        job.supervision.restocking.stand_ready([spare])
+        job.step()
+        assert job.ranks.standby == WORLD + 2
+        job.supervision.restocking.stand_ready([])
+        job.step()
         assert job.ranks.standby == WORLD
 
     def test_no_standby_workers_come_where_the_spec_says_so(self, bench: Make) -> None:

@@ -159,7 +159,7 @@ def kill_controller(scene: Scene) -> None:
     try:
         second.wait_for_step(5)
         waiting = dict(scene.spec, name="waiting", num_nodes=len(scene.cluster.nodes))
-        waiting["resources"] = {}
+        waiting["resources"] = {"spares": 0}
         waiting["slots_per_node"] = scene.cluster.layout.slots[0]
         data = scene.cluster.layout.slots[0] * len(scene.cluster.nodes) // 2
         waiting["parallelism"] = dict(scene.spec["parallelism"], data=data)
@@ -295,7 +295,7 @@ ONE_SLOT: dict[str, Any] = {
     "slots_per_node": 1,
     "parallelism": {"data": 1},
     "training": {"train_batch_size": 4, "steps": 150},
-    "resources": {"standby": False},
+    "resources": {"spares": 0, "standby": False},
 }
 """A job of which two run on three hosts of two slots."""
 

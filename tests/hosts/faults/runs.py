@@ -79,7 +79,7 @@ class Matrix:
         changes = {k: v for k, v in row.changes.items() if k not in SAME_NUMBERS}
         key = json.dumps(changes, sort_keys=True)
         if key not in self._references:
-            scene = Scene(cluster, {**changes, "resources": {"standby": False}})
+            scene = Scene(cluster, {**changes, "resources": {"standby": False, "spares": 0}})
             try:
                 scene.wait_for_end(UNDISTURBED_S)
             finally:

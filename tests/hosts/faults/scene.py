@@ -76,7 +76,7 @@ def spec_of(cluster: Cluster, changes: Mapping[str, Any]) -> dict[str, Any]:
         "communication_data_type": "fp8",
         "snapshots": {"every": 5, "certify_after": 5},
         "checkpoint": {"every": 10, "num_to_keep": 3},
-        "resources": {},
+        "resources": {"spares": 1},
         "wandb": {"mode": "disabled"},
     }
     for section, values in changes.items():
