@@ -16,12 +16,13 @@
     POST /v1/jobs/{job}/exchange  {to}
     GET  /v1/jobs/{job}/controls  what was asked by these, and what became of it
     GET  /v1/jobs/{job}/controls/{key}   ?wait=
+    GET  /metrics                 of all jobs, for Prometheus
     GET  /healthz                 without a token
 
-Promises: everything under /v1 wants the bearer token (401 without, 403 with a wrong one);
-every error is JSON ``{error, problems}`` and never a traceback; parameters that a route doesn't
-have are refused (422); a body above
-``BODY_LIMIT`` is refused unread. ``{job}`` is an id, a name or a unique beginning.
+Promises: everything under /v1, and /metrics, wants the bearer token (401 without, 403 with a wrong
+one); every error is JSON ``{error, problems}`` and never a traceback; parameters that a route
+doesn't have are refused (422); a body above ``BODY_LIMIT`` is refused unread. ``{job}`` is an id,
+a name or a unique beginning.
 ``wait`` holds the answer back until there is something new, for that many seconds at most.
 """
 
@@ -36,12 +37,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as AnyHTTPException
 
+from monitoring.prometheus import CONTENT_TYPE, exposition
 from orchestrator.api_controls import Wait, add_controls
 from orchestrator.api_guard import Guard
 from orchestrator.controller import Controller
@@ -213,6 +215,10 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
     @app.get("/healthz")
     def healthz() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/metrics", response_class=Response)
+    def metrics() -> Response:
+        return Response(exposition(store.numbers(time.time())), media_type=CONTENT_TYPE)
 
     @app.get("/v1/jobs")
     def jobs() -> dict[str, Any]:

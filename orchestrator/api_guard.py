@@ -13,8 +13,12 @@ BODY_LIMIT = 1024 * 1024
 """Bytes of a request's body at most; job files have a few kilobytes."""
 
 
+GUARDED = ("/v1", "/metrics")
+"""Beginnings of the paths that want the token."""
+
+
 class Guard:
-    """Refuses requests under /v1 without the token, and bodies above ``BODY_LIMIT``."""
+    """Refuses requests to ``GUARDED`` paths without the token, and bodies above ``BODY_LIMIT``."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -25,7 +29,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if scope["path"].startswith("/v1"):
+        if scope["path"].startswith(GUARDED):
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not given.strip():
                 challenge = (b"www-authenticate", b"Bearer")

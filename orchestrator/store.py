@@ -19,6 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
+from monitoring.prometheus import Numbers
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.controls import Control, in_vain
@@ -46,6 +47,7 @@ from orchestrator.store_controls import (
     stored_controls,
 )
 from orchestrator.store_nodes import NodeRecords
+from orchestrator.store_numbers import numbers
 from orchestrator.store_rows import (
     JobRow,
     UnknownJobError,
@@ -460,6 +462,11 @@ class Store:
         with self._read() as db:
             rows = db.execute(page_of(actions, job, 0, None)).mappings()
             return [Action.from_json(json.loads(row["body"])) for row in rows]
+
+    def numbers(self, now: float) -> Numbers:
+        """What ``/metrics`` tells at this moment."""
+        with self._read() as db:
+            return numbers(db, now)
 
     def contexts(self, job: str) -> list[StepContext]:
         """What supervisors knew beside step records, where it was unusual; oldest first."""

@@ -38,6 +38,7 @@ ROUTES = [
     ("POST", "/v1/jobs/x/precision"),
     ("POST", "/v1/jobs/x/exchange"),
     ("GET", "/v1/jobs/x/controls"),
+    ("GET", "/metrics"),
     ("GET", "/v1/nothing"),
 ]
 

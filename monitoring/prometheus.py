@@ -1,0 +1,144 @@
+"""Numbers of all jobs in Prometheus' text format.
+
+Promises: pure; what is given is a value read at one moment, so that a scrape is consistent. One
+series a job and number: nothing a layer, a rank or a tensor, whose histories are W&B's. Names are
+stable, in base units, and each has its help text; ``deploy/grafana.json`` draws them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from monitoring.amax import headroom_octaves
+from monitoring.records import StepRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class JobNumbers:
+    """One job at one moment."""
+
+    job: str
+    name: str
+    steps_planned: int
+    attempt: int
+    nodes: int
+    fp8_format: str = "HYBRID"
+    newest: StepRecord | None = None
+    """Its newest step; None before the first."""
+    incidents: Mapping[str, int] = field(default_factory=dict)
+    """By kind, in the job's life."""
+    actions: Mapping[str, int] = field(default_factory=dict)
+    """By kind, in the job's life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """All that a scrape tells."""
+
+    jobs: Sequence[JobNumbers]
+    """Those that are under way, and those that ended a short while ago."""
+    states: Mapping[str, int]
+    """Jobs in each state, all there ever were."""
+    quarantined_nodes: int = 0
+
+
+def exposition(numbers: Numbers) -> bytes:
+    """The text that is scraped."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(numbers))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+
+    def collect(self) -> Iterable[Metric]:
+        numbers = self._numbers
+        states = GaugeMetricFamily("octavo_jobs", "Jobs in each state.", labels=["state"])
+        for state, count in sorted(numbers.states.items()):
+            states.add_metric([state], count)
+        yield states
+        yield GaugeMetricFamily(
+            "octavo_quarantined_nodes",
+            "Nodes that no job is placed on for the time being.",
+            value=numbers.quarantined_nodes,
+        )
+        gauges = {name: _gauge(name, told) for name, told in GAUGES.items()}
+        counters = {name: _counter(name, told) for name, told in COUNTERS.items()}
+        for job in numbers.jobs:
+            for name, value in _values(job):
+                gauges[name].add_metric([job.job, job.name], value)
+            for name, counts in (("incidents", job.incidents), ("actions", job.actions)):
+                for kind, count in sorted(counts.items()):
+                    counters[name].add_metric([job.job, job.name, kind], count)
+        yield from gauges.values()
+        yield from counters.values()
+
+
+GAUGES = {
+    "step": "Steps done on the present timeline; a rollback lowers it.",
+    "steps_planned": "Steps of the whole job.",
+    "attempt": "Number of the present attempt.",
+    "nodes": "Nodes that the job holds.",
+    "loss": "Mean cross-entropy of the newest step, nats a token.",
+    "grad_norm": "Global gradient norm of the newest step before clipping.",
+    "learning_rate": "Learning rate of the newest step.",
+    "step_seconds": "Wall seconds of the newest step on the slowest rank.",
+    "tokens_per_second": "Tokens of the newest step over its seconds.",
+    "step_timestamp_seconds": "When the newest step ended, Unix time: alert when it stands still.",
+    "high_precision_layers": "Linears that computed in BF16 in the newest step.",
+    "headroom_octaves": "Least headroom of a tensor in FP8 in the newest step, in octaves.",
+    "saturated_ratio": "Largest share of a tensor's values clamped in the newest step.",
+    "underflow_ratio": "Largest share of a tensor's values flushed to zero in the newest step.",
+}
+"""Of each job, as ``octavo_job_<name>``."""
+COUNTERS = {
+    "incidents": "Troubles seen in the job's life, by kind.",
+    "actions": "Decisions of the recovery policy and of people in the job's life, by kind.",
+}
+"""Of each job and kind, as ``octavo_job_<name>_total``."""
+
+
+def _gauge(name: str, told: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"octavo_job_{name}", told, labels=["job", "name"])
+
+
+def _counter(name: str, told: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"octavo_job_{name}", told, labels=["job", "name", "kind"])
+
+
+def _values(job: JobNumbers) -> Iterator[tuple[str, float]]:
+    yield "steps_planned", job.steps_planned
+    yield "attempt", job.attempt
+    yield "nodes", job.nodes
+    record = job.newest
+    yield "step", 0 if record is None else record.step + 1
+    if record is None:
+        return
+    yield "loss", record.loss
+    yield "grad_norm", record.grad_norm
+    yield "learning_rate", record.lr
+    yield "step_seconds", record.step_time_s
+    if record.step_time_s > 0:
+        yield "tokens_per_second", record.tokens / record.step_time_s
+    yield "step_timestamp_seconds", record.time
+    yield "high_precision_layers", len(record.high_precision_layers)
+    lowered = set(record.high_precision_layers)
+    tensors = {n: s for n, s in record.tensors.items() if n.rpartition("/")[0] not in lowered}
+    if not tensors:
+        return
+    rooms = (headroom_octaves(name, stats, job.fp8_format) for name, stats in tensors.items())
+    # An amax of zero has all the room there is, which is no number to draw.
+    if (least := min(rooms)) < math.inf:
+        yield "headroom_octaves", least
+    yield "saturated_ratio", max(stats.saturated_pct for stats in tensors.values()) / 100
+    yield "underflow_ratio", max(stats.underflow_pct for stats in tensors.values()) / 100
