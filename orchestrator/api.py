@@ -218,7 +218,7 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
 
     @app.get("/metrics", response_class=Response)
     def metrics() -> Response:
-        return Response(exposition(store.numbers(time.time())), media_type=CONTENT_TYPE)
+        return Response(exposition(controller.numbers()), media_type=CONTENT_TYPE)
 
     @app.get("/v1/jobs")
     def jobs() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from monitoring.prometheus import Numbers
 from orchestrator.controls import STOPS, Control, in_vain, refused_at_once
 from orchestrator.ending import end_of
 from orchestrator.fair_queue import in_order
@@ -147,6 +148,10 @@ class Controller:
         asked = self.store.ask(job, control)
         self._notify()
         return asked
+
+    def numbers(self) -> Numbers:
+        """What Prometheus scrapes."""
+        return self.store.numbers(self._clock())
 
     def changes(self) -> int:
         """How often something was stored in this process' life."""

@@ -14,6 +14,7 @@ import deploy
 from monitoring.prometheus import COUNTERS, GAUGES, JobNumbers, Numbers, exposition
 from monitoring.records import StepRecord, TensorStats
 from orchestrator.protocol import SupervisorBatch
+from orchestrator.store_numbers import AFTERWARDS_S
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import action, step
 
@@ -91,7 +92,11 @@ def test_the_controller_tells_what_is_under_way_and_what_has_just_ended(
     assert found[("octavo_job_step", waiting, "waiting")] == 0
     assert found[("octavo_jobs", "queued")] == 1
     plane.controller.cancel(waiting, "done")
-    assert ("octavo_job_step", waiting, "waiting") in samples(api.get("/metrics").text)
+    last = ("octavo_job_step", waiting, "waiting")
+    assert last in samples(api.get("/metrics").text), "its last numbers are scraped"
+    plane.now += AFTERWARDS_S
+    later = samples(api.get("/metrics").text)
+    assert last not in later and ("octavo_job_step", going, "going") in later
 
 
 def test_the_dashboard_draws_series_that_there_are() -> None:
