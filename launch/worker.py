@@ -20,11 +20,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from launch.allocator import keep_freed_memory
 from launch.background import run_politely
@@ -41,6 +41,8 @@ OWNER_ABSENCE_S = 60.0
 REPORT_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class RankFailedError(RuntimeError):
@@ -89,6 +91,10 @@ class Worker:
     def ping(self) -> bool:
         """True."""
         return True
+
+    def call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Run a function of ours in this process, beside the loop if there is one."""
+        return function(*arguments)
 
     def idle(self) -> bool:
         """Whether nobody has claimed this worker or run on it."""

@@ -159,6 +159,10 @@ class WorkerGroup:
         self._end_all(self._ranks)
         self._ranks = []
 
+    def one_a_node(self) -> dict[str, Any]:
+        """A worker of each node of the attempt, by node id; its imports are done once ``ready``."""
+        return {worker.node_id: worker.actor for worker in reversed(self._ranks)}
+
     def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
         """One idle worker a rank, and a slot of each spare, on the node where it may be needed."""
         seated = [*self._seats, *(seat for seat in spares for _ in range(seat.slots))]

@@ -78,6 +78,18 @@ class RecoveryConfig(_Section):
     second one within ``horizon`` is for a person."""
 
 
+class PreflightConfig(_Section):
+    """Checks of a node before a job's ranks run on it for the first time."""
+
+    enabled: bool = True
+    timeout_s: float = Field(20.0, gt=0)
+    """Seconds that nodes may take to answer; healthy ones take tenths of one."""
+    max_clock_skew_s: float = Field(5.0, gt=0)
+    """Seconds that a node's clock may be off the controller's."""
+    min_bandwidth_mbit_s: float | None = Field(None, gt=0)
+    """Of the collective of any two nodes; unset: what is measured is told, and any will do."""
+
+
 NotifiedState = Literal["paused", "failed", "succeeded", "cancelled"]
 
 _SECRET_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", ".webhook.office.com")

@@ -318,9 +318,14 @@ class Controller:
 
     def _lost(self, row: JobRow, now: float, words: LastWords) -> bool:
         """Store the loss and its answer; the next pass starts the next attempt, if there is one."""
-        action = supervisor_lost(row, self.store.actions(row.id), now, words)
+        waits = words.raised and words.told.startswith(NoNodesError.__name__)
+        action = None
+        if not waits:
+            action = supervisor_lost(row, self.store.actions(row.id), now, words)
         if action is None:
             told = "the supervisor was lost after it had decided on the next attempt"
+            if waits:
+                told = words.told.removeprefix(f"{NoNodesError.__name__}: ")
             self.store.change(row.id, Cause.SUPERVISOR_LOST, told, now)
             return True
         incident = action.incidents[0]

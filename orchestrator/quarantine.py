@@ -36,7 +36,9 @@ class QuarantineConfig(BaseModel):
     ranks_lost_s: float = Field(3600.0, gt=0)
     """Seconds for lost ranks, doubled each time the node comes back to it."""
     preflight_s: float = Field(900.0, gt=0)
-    """Seconds for a failed preflight: the next try is checked anyway."""
+    """Seconds for a machine that failed preflight: its next try is checked anyway."""
+    unfit_s: float = Field(120.0, gt=0)
+    """Seconds for one that can't run this job now, as for want of disk."""
     corruption_s: float = Field(86400.0, gt=0)
     """Seconds for parameters that were outvoted: a day, for a person to test the machine."""
     rehearsed_s: float = Field(60.0, gt=0)
@@ -219,5 +221,10 @@ def _same_machine(entry: Quarantine | Accusation, case: Accusation) -> bool:
 
 
 def _term(case: Accusation, config: QuarantineConfig) -> float:
-    terms = {"ranks_lost": config.ranks_lost_s, "corruption": config.corruption_s}
-    return terms.get(case.kind, config.preflight_s)
+    terms: dict[AccusationKind, float] = {
+        "ranks_lost": config.ranks_lost_s,
+        "corruption": config.corruption_s,
+        "preflight": config.preflight_s,
+        "unfit": config.unfit_s,
+    }
+    return terms[case.kind]

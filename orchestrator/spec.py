@@ -19,7 +19,12 @@ from pydantic import Field, ValidationError
 
 from launch.config import RunConfig
 from monitoring.config import DetectionConfig, WandbConfig
-from orchestrator.config import NotificationsConfig, RecoveryConfig, ResourcesConfig
+from orchestrator.config import (
+    NotificationsConfig,
+    PreflightConfig,
+    RecoveryConfig,
+    ResourcesConfig,
+)
 from orchestrator.spec_errors import (
     Finding,
     KeyPath,
@@ -42,6 +47,7 @@ class JobSpec(RunConfig):
     resources: ResourcesConfig = ResourcesConfig()
     detection: DetectionConfig = DetectionConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    preflight: PreflightConfig = PreflightConfig()
     wandb: WandbConfig = WandbConfig()
     notifications: NotificationsConfig = NotificationsConfig()
     envs: dict[str, str] = {}

@@ -48,6 +48,7 @@ from orchestrator.journal import Journal, RunLog
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.lost_ranks import blames_a_peer, died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
+from orchestrator.preflight_gate import Look, PreflightGate
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery import decide, exchange_chosen, exchange_to_fp8, return_to_fp8
 from orchestrator.restocking import Restocking
@@ -98,12 +99,14 @@ class Supervision:
         run_log: RunLog | None = None,
         history: JobHistory | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        gate: PreflightGate | None = None,
     ) -> None:
-        """Starts the workers of the first attempt."""
+        """Starts the workers of the first attempt; ``gate``: None lets every node pass."""
         self.inbox = Inbox()
         self._controller = controller
         self._group = group
         self._sleep = sleep
+        self._gate = gate
         self._spec = resume.spec
         self._world = world_size(resume)
         outbox = Outbox(controller, resume.job, resume.attempt)
@@ -411,6 +414,8 @@ class Supervision:
         """Give the ranks out once all workers are there."""
         if self._failed(now) or self._late(now) or not self._group.ready():
             return
+        if not self._nodes_pass(now):
+            return
         attempt = self._attempt
         try:
             master = self._group.master()
@@ -425,6 +430,15 @@ class Supervision:
             attempt.facts.attempt, self._world, attempt.restore, backend_of(self._spec)
         )
         self._journal.happened(started, now)
+
+    def _nodes_pass(self, now: float) -> bool:
+        """Whether preflight lets the ranks start; where it doesn't, other nodes are asked for."""
+        look = Look(True) if self._gate is None else self._gate.look(self._attempt.resume, now)
+        if look.notice is not None:
+            self._journal.happened(look.notice, now)
+            if not look.passed:
+                self.next_attempt(look.notice.message, now)
+        return look.passed
 
     def _starts_at(self, start: int, now: float) -> None:
         """Bring the detectors to the step that the attempt starts at."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launch.commands import Report
+from launch.preflight_run import PreflightRun
 from launch.worker_group import WorkerGroup
 from monitoring.records import StepRecord
 from monitoring.wandb_run import WandbRun
@@ -21,6 +23,7 @@ from orchestrator.controls import Control
 from orchestrator.journal import RunLog
 from orchestrator.notices import backend_detail
 from orchestrator.outbox import ControllerUnreachableError
+from orchestrator.preflight_gate import PreflightGate
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
@@ -106,6 +109,7 @@ class Supervisor:
                 now=time.time(),
                 run_log=run_log(resume, past),
                 history=past,
+                gate=PreflightGate(resume.spec, partial(_begin_checks, group, self._wake)),
             )
             if self._stop_reason is not None:
                 self._supervision.ask_stop(self._stop_reason)
@@ -154,6 +158,22 @@ class Supervisor:
         finally:
             # Also after an error of ours: the next supervisor must find no rank of this one.
             supervision.close()
+
+
+def _begin_checks(group: WorkerGroup, wake: Callable[[], None], *arguments: Any) -> PreflightRun:
+    """``orchestrator.preflight_gate.Begin``, in the workers of ``group``."""
+    seats, newcomers, demand, limits, now, timeout_s = arguments
+    return PreflightRun(
+        seats,
+        group.one_a_node(),
+        newcomers,
+        demand,
+        limits,
+        now=now,
+        timeout_s=timeout_s,
+        on_change=wake,
+        clock=time.time,
+    )
 
 
 def history(controller: RayController, resume: ResumeState) -> JobHistory:

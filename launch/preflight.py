@@ -1,0 +1,207 @@
+"""Whether nodes can do what a job needs of them: probed on the nodes, judged here.
+
+Probes run in workers that have done their imports (``launch.preflight_probes``), so a job waits
+for no process that it wouldn't have started anyway. Promises: ``judge`` and ``blame`` are pure; a
+node that fails is named with what was measured, what was needed and what to do; where a link
+fails, the node is named that has no part in links that work, or else the newcomer; a probe that
+doesn't come back in time is a failure of its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MOST_ROUNDS = 32
+"""Rounds of pairs at most: each node then meets so many others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a job asks of each of its nodes."""
+
+    ranks: int
+    """On this node."""
+    memory_bytes: int
+    """Of the node's memory, or of each device's on GPU; 0: unknown."""
+    disk_bytes: int
+    """For the next checkpoint; 0: unknown."""
+    folder: str
+    """The job's directory."""
+    on_gpu: bool
+    transformer_engine: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is taken as a fault."""
+
+    max_clock_skew_s: float
+    min_bandwidth_mbit_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was found on one node. Errors are one line, empty where there is none."""
+
+    clock: float
+    """Seconds since the epoch, on the node."""
+    port: int
+    """One that nobody listens on."""
+    memory_bytes: int
+    """Free; on GPU that of the device that has least."""
+    disk_bytes: int
+    devices: int
+    device: str
+    """``cpu``, or the device's name and its driver's version."""
+    device_error: str = ""
+    folder_error: str = ""
+    backend_error: str = ""
+    matmul_error: str = ""
+    cast_error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A collective between two nodes, as one of them saw it."""
+
+    one: int
+    """Who tells it; places in the order of nodes."""
+    other: int
+    mbit_s: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a node can't be used."""
+
+    reason: str
+    for_this_job: bool
+    """Another job might run there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A node's probe with the times, here, at which it was asked and answered."""
+
+    probe: Probe
+    asked: float
+    answered: float
+
+
+def judge(answer: Answer, demand: Demand, limits: Limits) -> Failure | None:
+    """What is wrong with a node; faults of the machine before what only this job needs."""
+    probe = answer.probe
+    if probe.device_error:
+        return Failure(f"device: {probe.device_error}", False)
+    for name, error in (("matmul", probe.matmul_error), ("FP8 cast", probe.cast_error)):
+        if error:
+            return Failure(f"{name} gave a wrong result: {error}", False)
+    skew = clock_skew_s(answer)
+    if abs(skew) > limits.max_clock_skew_s:
+        return Failure(
+            f"its clock is {skew:+.1f} s off the controller's, and preflight.max_clock_skew_s is "
+            f"{limits.max_clock_skew_s:g}: see to its NTP",
+            False,
+        )
+    if demand.on_gpu and probe.devices < demand.ranks:
+        return Failure(f"{probe.devices} devices for {demand.ranks} ranks", True)
+    if probe.backend_error:
+        return Failure(f"Transformer Engine: {probe.backend_error}", True)
+    if probe.folder_error:
+        return Failure(f"{demand.folder} can't be written: {probe.folder_error}", True)
+    if probe.disk_bytes < demand.disk_bytes:
+        return Failure(
+            f"{_gb(probe.disk_bytes)} free for {demand.folder}, and a checkpoint takes "
+            f"{_gb(demand.disk_bytes)}: make room, or name another checkpoint.storage_path",
+            True,
+        )
+    if probe.memory_bytes < demand.memory_bytes:
+        return Failure(
+            f"{_gb(probe.memory_bytes)} of memory free, and its ranks' state alone takes "
+            f"{_gb(demand.memory_bytes)}",
+            True,
+        )
+    return None
+
+
+def clock_skew_s(answer: Answer) -> float:
+    """How far the node's clock is certainly off ours: half the round trip is uncertain."""
+    middle = (answer.asked + answer.answered) / 2
+    offset = answer.probe.clock - middle
+    uncertain = (answer.answered - answer.asked) / 2
+    certain = max(0.0, abs(offset) - uncertain)
+    return certain if offset > 0 else -certain
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Pairs of places, every node in one pair a round at most, each pair once: a tournament."""
+    places: list[int | None] = [*range(nodes)]
+    if nodes % 2:
+        places.append(None)
+    found: list[list[tuple[int, int]]] = []
+    for _ in range(max(len(places) - 1, 0)):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        met = [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
+        found.append(met)
+        places = [places[0], places[-1], *places[1:-1]]
+    return [met for met in found if met][:MOST_ROUNDS]
+
+
+def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> dict[int, Failure]:
+    """Places of the nodes that failing links are to be laid to.
+
+    The one with most failing links, as long as any is left. Of equal ones a newcomer, for the
+    others have worked together; then the last.
+    """
+    bad: dict[frozenset[int], str] = {}
+    for link in links:
+        slow = limits.min_bandwidth_mbit_s
+        if link.error:
+            bad[frozenset((link.one, link.other))] = link.error
+        elif slow is not None and link.mbit_s < slow:
+            told = f"{link.mbit_s:.0f} Mbit/s, and preflight.min_bandwidth_mbit_s is {slow:g}"
+            bad.setdefault(frozenset((link.one, link.other)), told)
+    found: dict[int, Failure] = {}
+    while bad:
+        counts: dict[int, int] = {}
+        for pair in bad:
+            for place in pair:
+                counts[place] = counts.get(place, 0) + 1
+        worst = max(counts, key=lambda p: (counts[p], p in newcomers, p))
+        told = next(why for pair, why in bad.items() if worst in pair)
+        of = sum(worst in (link.one, link.other) for link in links if link.one < link.other) or 1
+        found[worst] = Failure(f"{min(counts[worst], of)} of its {of} links failed: {told}", False)
+        bad = {pair: why for pair, why in bad.items() if worst not in pair}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What preflight came to."""
+
+    failed: Mapping[str, Failure]
+    """By Ray's id of the node."""
+    seconds: float
+    nodes: int
+    slowest_mbit_s: float | None = None
+    """Of the links; None for one node."""
+    device: str = ""
+
+    def detail(self) -> dict[str, Any]:
+        """Of its event."""
+        return {
+            "failed": {node: asdict(failure) for node, failure in self.failed.items()},
+            "seconds": self.seconds,
+            "nodes": self.nodes,
+            "slowest_mbit_s": self.slowest_mbit_s,
+            "device": self.device,
+        }
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
