@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from launch.config import RunConfig
@@ -114,6 +115,11 @@ class Assignment:
     """The spec's ``envs``."""
     fallbacks: tuple[RestorePoint, ...] = ()
     """What all ranks take where one of them has no usable copy of ``restore``, best first."""
+
+    @property
+    def log_path(self) -> Path:
+        """Where the rank's output goes."""
+        return Path(self.job_dir) / "logs" / f"attempt-{self.attempt}" / f"rank-{self.rank}.log"
 
 
 @dataclass(frozen=True, slots=True)

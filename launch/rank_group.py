@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from launch.commands import Assignment, Command, RankResult
 from launch.snapshots import SnapshotKey
+from launch.stacks import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ class RankGroup(Protocol):
     def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
         """Start as many idle workers as there are ranks, and as many as each spare has slots,
         without waiting for them; those elsewhere end."""
+
+    def stacks(self) -> dict[int, Stack]:
+        """What each rank's process is doing; waits for a bounded time."""
 
     def copies(self) -> list[SnapshotKey]:
         """What the keepers of all nodes hold of this job; a lost keeper holds nothing."""

@@ -32,6 +32,7 @@ from launch.commands import Assignment, Command, RankResult, Report
 from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.mailbox import CommandRefusedError, Mailbox
 from launch.snapshots import SnapshotError
+from launch.stacks import write_stacks_at_signal
 
 WATCH_INTERVAL_S = 2.0
 IDLE_WATCH_INTERVAL_S = 10.0
@@ -76,6 +77,7 @@ class Worker:
         self._watched: Any = None
         self._claiming = threading.Lock()
         self._claimed = False
+        write_stacks_at_signal()
         run_politely(_import_ahead)
         if owner is not None:
             self._watch(owner)
@@ -136,7 +138,7 @@ class Worker:
                 # train from here on nobody would record.
                 _exit(f"the supervisor is gone: {type(error).__name__}")
 
-        with _logging_to(_log_path(assignment)):
+        with _logging_to(assignment.log_path):
             loop = TrainingLoop(assignment, self._mailbox, deliver, stores_of(keepers))
             try:
                 return loop.run()
@@ -214,11 +216,6 @@ def _bind_gloo(node_ip: str) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _log_path(assignment: Assignment) -> Path:
-    folder = Path(assignment.job_dir) / "logs" / f"attempt-{assignment.attempt}"
-    return folder / f"rank-{assignment.rank}.log"
 
 
 @contextmanager

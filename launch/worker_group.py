@@ -30,6 +30,7 @@ from launch.rank_errors import in_one_line
 from launch.rank_group import NodeSilentError, RankEnd, Seat
 from launch.replicas import partners
 from launch.snapshots import SnapshotKey
+from launch.stacks import TAKE_S, Stack, stacks_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class _Worker:
     """Reference to its WorkerInfo."""
     info: Any = None
     run: Any = None
+    log: str = ""
+    """Where its output goes, once it has a rank."""
 
 
 class WorkerGroup:
@@ -137,6 +140,7 @@ class WorkerGroup:
                 held_nbytes=own.total_nbytes if own is not None else 0,
             )
             worker.run = worker.actor.run.remote(assignment, self._owner, handles)
+            worker.log = str(assignment.log_path)
             self._follow(worker.run)
 
     def ended(self) -> tuple[RankEnd, ...]:
@@ -162,6 +166,31 @@ class WorkerGroup:
     def one_a_node(self) -> dict[str, Any]:
         """A worker of each node of the attempt, by node id; its imports are done once ``ready``."""
         return {worker.node_id: worker.actor for worker in reversed(self._ranks)}
+
+    def stacks(self) -> dict[int, Stack]:
+        """What each rank's process is doing, taken on all nodes at once."""
+        nodes: dict[str, list[int]] = {}
+        found: dict[int, Stack] = {}
+        for rank, worker in enumerate(self._ranks):
+            if _info(worker) is None:
+                found[rank] = Stack("none", why="it has not said that it is ready")
+            else:
+                nodes.setdefault(worker.node_id, []).append(rank)
+        pids = {rank: self._ranks[rank].info.pid for ranks in nodes.values() for rank in ranks}
+        calls = {
+            node_id: (
+                stacks_of,
+                [pids[rank] for rank in ranks],
+                [self._ranks[rank].log for rank in ranks],
+            )
+            for node_id, ranks in nodes.items()
+        }
+        answers = self._on_nodes(calls, TAKE_S)
+        for node_id, ranks in nodes.items():
+            taken = answers.values.get(node_id, {})
+            why = f"its node does not answer: {answers.silent.get(node_id, '')}"
+            found |= {r: taken.get(pids[r], Stack("none", why=why)) for r in ranks}
+        return found
 
     def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
         """One idle worker a rank, and a slot of each spare, on the node where it may be needed."""

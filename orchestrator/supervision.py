@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 
 from launch.commands import (
     BackendReport,
@@ -43,6 +44,7 @@ from orchestrator.controls import Control
 from orchestrator.detector_bank import bank_of, new_bank
 from orchestrator.ending import Ending, end_of, unsaved, why_no_checkpoint
 from orchestrator.evidence import LOST_RANK
+from orchestrator.hang_report import explained
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
 from orchestrator.lifecycle import Cause, JobState
@@ -498,7 +500,8 @@ class Supervision:
         """Whether the first or the next step is overdue; the attempt is then over."""
         incident = self._attempt.overdue(now)
         if incident is not None:
-            self._decide([incident], now)
+            told = explained(incident, self._group, Path(self._attempt.resume.job_dir))
+            self._decide([told], now)
         return incident is not None
 
     # Ends.

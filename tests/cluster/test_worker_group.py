@@ -33,7 +33,8 @@ class IdleWorker:
 
     def ready(self) -> SimpleNamespace:
         context = ray.get_runtime_context()
-        return SimpleNamespace(node_id=context.get_node_id(), hostname="here", pid=os.getpid())
+        where = {"node_id": context.get_node_id(), "node_ip": "127.0.0.1", "hostname": "here"}
+        return SimpleNamespace(**where, pid=os.getpid())
 
     def run(self, assignment: Any, supervisor: Any, keepers: KeeperHandles) -> RankResult:
         if assignment.fault == "damaged":
@@ -79,7 +80,7 @@ def seats() -> list[Seat]:
 
 def assigned(rank: int, fault: str) -> Any:
     run = SimpleNamespace(snapshots=SimpleNamespace(replicas=0))
-    return SimpleNamespace(rank=rank, fault=fault, run=run, restore=None, fallbacks=())
+    return SimpleNamespace(rank=rank, fault=fault, run=run, restore=None, fallbacks=(), log_path="")
 
 
 def launched(group: WorkerGroup, fault: str = "", faulty: int = 1) -> list[int]:
@@ -138,6 +139,35 @@ def test_a_stopped_process_is_ended_too(group: WorkerGroup) -> None:
     os.kill(pids[0], 19)
     group.kill()
     assert not any(runs(pid) for pid in pids)
+
+
+def test_stacks_are_taken_of_what_sleeps_and_of_what_is_stopped(
+    group: WorkerGroup, keeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = launched(group)
+
+    def loops() -> bool:
+        """Whether both ranks' stacks show the loop that they are in."""
+        taken = group.stacks().values()
+        frames = [[f for _, frames in stack.threads for f in frames] for stack in taken]
+        return all(
+            any(f.name.endswith("run") and "test_worker_group" in f.file for f in of_rank)
+            for of_rank in frames
+        )
+
+    until(loops)
+    os.kill(pids[1], 19)
+    until(lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
+    assert loops()
+    stacks = group.stacks()
+    assert [(stacks[r].tool, stacks[r].stopped) for r in (0, 1)] == [
+        ("py-spy", False),
+        ("py-spy", True),
+    ]
+    monkeypatch.setattr("launch.stacks._from_outside", lambda pid: ((), "may not attach"))
+    by_signal = group.stacks()
+    assert by_signal[0].tool == "none" and "did not prepare" in by_signal[0].why
+    assert by_signal[1].stopped and "can't answer a signal" in by_signal[1].why
 
 
 def test_standby_workers_take_the_ranks_of_the_next_attempt(group: WorkerGroup) -> None:

@@ -27,6 +27,7 @@ from launch.commands import Assignment, Command, RankResult, Report
 from launch.keeper import Keeper
 from launch.rank_group import RankEnd, Seat
 from launch.snapshots import SnapshotKey, StoredSnapshot
+from launch.stacks import Stack, stacks_of
 from monitoring.job_view import split_timelines
 from monitoring.records import StepRecord
 from orchestrator.actions import Action
@@ -142,6 +143,10 @@ class LocalRanks:
     def copies(self) -> list[SnapshotKey]:
         keys: list[SnapshotKey] = self._keeper.keys(JOB)
         return keys
+
+    def stacks(self) -> dict[int, Stack]:
+        pids = [rank.process.pid or 0 for rank in self._ranks]
+        return dict(enumerate(stacks_of(pids, [""] * len(pids)).values()))
 
     def settle(self, replicas: int) -> None:
         """Nothing: one keeper has all."""

@@ -32,6 +32,7 @@ from launch.commands import (
 )
 from launch.rank_group import RankEnd, Seat
 from launch.snapshots import SnapshotKey, digest_of
+from launch.stacks import Stack
 from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
 from orchestrator.controls import ControlAnswer
@@ -181,6 +182,8 @@ class ScriptedRanks:
     standby: int = 0
     closed: bool = False
     settled: list[int] = field(default_factory=list)
+    seen: dict[int, Stack] = field(default_factory=dict)
+    """What their processes are doing."""
     on_post: Callable[[Command], None] = lambda command: None
 
     # What the supervisor calls.
@@ -227,6 +230,9 @@ class ScriptedRanks:
 
     def copies(self) -> list[SnapshotKey]:
         return list(self.held)
+
+    def stacks(self) -> dict[int, Stack]:
+        return dict(self.seen)
 
     def settle(self, replicas: int) -> None:
         self.settled.append(replicas)
