@@ -12,6 +12,9 @@ from typing import Any
 
 from tests.hosts.faults.scene import Step
 
+SHOWN = 15
+"""Steps after the fault that are told one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -32,6 +35,8 @@ class Outcome:
     """Why it isn't ok."""
     notes: tuple[str, ...] = ()
     """What the job said it saw and did."""
+    progress: tuple[tuple[int, float], ...] = ()
+    """The first steps after the fault, with the seconds since it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,4 +94,7 @@ def judge(
         differing=len(differing),
         trouble="; ".join(trouble),
         notes=tuple(notes),
+        progress=tuple(
+            (step.step, round(step.time - fault_at, 3)) for step in steps if step.time > fault_at
+        )[:SHOWN],
     )

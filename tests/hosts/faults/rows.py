@@ -42,7 +42,7 @@ class Row:
     act: Act
     at: int = 25
     """Step after which it is done."""
-    deadline_s: float = 120.0
+    deadline_s: float = 240.0
     """Seconds from the fault to the job's end, a hang beyond."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the job, by section."""
@@ -312,7 +312,7 @@ ROWS = (
     Row("rank_memory", "rank out of memory", out_of_memory),
     Row("node_frozen", "node frozen", freeze_node),
     Row("link_5s", "link cut 5 s", _cut(5.0), check=_one_attempt),
-    Row("link_60s", "link cut 60 s", _cut(60.0), deadline_s=180),
+    Row("link_60s", "link cut 60 s", _cut(60.0), deadline_s=300),
     Row("link_for_good", "link cut for good", _cut(None)),
     Row("loss", "5 % packet loss for 20 s", _shaped(20.0, loss=0.05), check=_one_attempt),
     Row("delay", "200 ms delay for 20 s", _shaped(20.0, delay_s=0.2), check=_one_attempt),

@@ -21,7 +21,8 @@ from tests.hosts.faults.scene import HangError, Scene
 HOSTS = 3
 SAME_NUMBERS = ("recovery", "wandb", "checkpoint", "snapshots", "resources")
 """Sections that don't change a loss."""
-UNDISTURBED_S = 180.0
+UNDISTURBED_S = 300.0
+NOT_READY = "the idle workers for a restart were not ready: the machine has other work"
 
 ENVIRONMENT = {
     # Nobody answers there, and nobody refuses: for the row whose job wants W&B.
@@ -48,10 +49,10 @@ class Matrix:
         except Exception as error:
             self._discard()
             return Outcome(row.name, False, 0.0, 0, 0, 0, 0, f"before the fault: {error!r}")
-        hang, fault_at = "", time.time()
+        hang, fault_at, ready = "", time.time(), True
         try:
             scene.wait_for_step(10)
-            scene.wait_until_quiet()
+            ready = scene.wait_until_quiet()
             scene.wait_for_step(max(row.at, scene.newest + 3))
             fault_at = time.time()
             row.act(scene)
@@ -69,7 +70,7 @@ class Matrix:
             reference,
             hang=hang,
             problems=() if hang else row.check(scene),
-            notes=_notes(scene, fault_at),
+            notes=[*([] if ready else [NOT_READY]), *_notes(scene, fault_at)],
         )
         if not mended or not outcome.ok:
             self._discard()

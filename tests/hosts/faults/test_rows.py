@@ -6,6 +6,7 @@ import pytest
 
 from tests.hosts.faults.rows import ROWS
 from tests.hosts.faults.runs import run_rows
+from tests.hosts.faults.scene import STEPS
 
 
 @pytest.mark.usefixtures("_hosts_work")
@@ -14,6 +15,6 @@ def test_a_job_goes_on_without_its_killed_node_and_no_bit_is_different() -> None
     rows = [row for row in ROWS if row.name == "node_killed"]
     (outcome,) = run_rows(rows, 1, print, lambda done: None)
     assert outcome.ok, outcome
-    assert outcome.attempts == 2 and outcome.compared == 60
+    assert outcome.attempts == 2 and outcome.compared == STEPS
     # A snapshot is made every five steps, and one may be on its way to the partner.
     assert outcome.steps_lost <= 10
