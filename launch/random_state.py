@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def seeded_state(seed: int) -> dict[str, Tensor]:
+    """The tensors of a ``RandomState`` whose generators all start from ``seed``, below 2^64."""
+    found = {
+        "rng.torch": torch.Generator().manual_seed(seed).get_state(),
+        "rng.numpy": _numpy_numbers(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
+        "rng.python": _python_numbers(random.Random(seed).getstate()),
+    }
+    if torch.cuda.is_available():
+        found["rng.cuda"] = torch.Generator(device="cuda").manual_seed(seed).get_state()
+    return found
 
 
 class RandomState:
@@ -31,14 +44,8 @@ class RandomState:
     def capture(self) -> None:
         """Generators → tensors."""
         self.tensors["rng.torch"].copy_(torch.get_rng_state())
-        numpy_state = np.random.get_state(legacy=False)
-        twister = numpy_state["state"]
-        rest = [twister["pos"], numpy_state["has_gauss"], numpy_state["gauss"]]
-        numbers = np.concatenate([twister["key"].astype(np.float64), rest])
-        self.tensors["rng.numpy"].copy_(torch.from_numpy(numbers))
-        _, state, following = random.getstate()
-        held = math.nan if following is None else following
-        self.tensors["rng.python"].copy_(torch.tensor([*state, held], dtype=torch.float64))
+        self.tensors["rng.numpy"].copy_(_numpy_numbers(np.random.get_state(legacy=False)))
+        self.tensors["rng.python"].copy_(_python_numbers(random.getstate()))
         if "rng.cuda" in self.tensors:
             self.tensors["rng.cuda"].copy_(torch.cuda.get_rng_state())
 
@@ -53,3 +60,17 @@ class RandomState:
         random.setstate((3, tuple(int(word) for word in state), following))
         if "rng.cuda" in self.tensors:
             torch.cuda.set_rng_state(self.tensors["rng.cuda"])
+
+
+def _numpy_numbers(state: Any) -> Tensor:
+    """float64 [627]: the words, and what the generator holds besides."""
+    twister = state["state"]
+    rest = [twister["pos"], state["has_gauss"], state["gauss"]]
+    return torch.from_numpy(np.concatenate([twister["key"].astype(np.float64), rest]))
+
+
+def _python_numbers(state: tuple[Any, ...]) -> Tensor:
+    """float64 [626]: the words, and the number held, or NaN."""
+    _, words, following = state
+    held = math.nan if following is None else following
+    return torch.tensor([*words, held], dtype=torch.float64)

@@ -17,19 +17,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from launch.checkpoints import read_rank_file
 from launch.commands import Assignment, CopyRefused, Report, RestoredOlder, RestorePoint
 from launch.process_group import gather
+from launch.reshaping import state_on_disk
 from launch.snapshots import (
     DamagedSnapshotError,
+    MismatchedSnapshotError,
     MissingSnapshotError,
     SnapshotError,
     SnapshotKey,
     SnapshotSource,
-    StoredSnapshot,
     refuse_damaged,
 )
-from launch.state_block import unpack
+from launch.state_block import LAYOUT, unpack
+from parallel.layout import RankLayout
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,20 @@ class Restorer:
         sources: Sequence[tuple[str, SnapshotSource]],
         world: dist.ProcessGroup,
         send: Callable[[Report], None],
+        layout: RankLayout,
+        live: Mapping[str, Tensor],
     ) -> None:
-        """``sources``: keepers with their tier, ``memory`` or ``partner``, the nearest first."""
+        """``sources``: keepers with their tier, ``memory`` or ``partner``, the nearest first;
+        ``layout``: what of the model the state is to hold, in tensors such as the ``live`` ones.
+
+        A state in memory must be of that layout, one on disk may be of ranks of other degrees.
+        """
         self._assignment = assignment
         self._sources = sources
         self._world = world
         self._send = send
+        self._layout = layout
+        self._live = live
 
     def find(self) -> Found | None:
         """The state of the best point that every rank has a copy of; None: start from the seed.
@@ -88,7 +97,7 @@ class Restorer:
         ways = self._ways(point)
         for number, (tier, fetch) in enumerate(ways):
             try:
-                return self._unpacked(point, tier, fetch())
+                return fetch()
             except SnapshotError as refused:
                 # A keeper doesn't know whose partner it is.
                 error = type(refused)(refused.rank, refused.step, tier, refused.detail)
@@ -101,27 +110,30 @@ class Restorer:
             self._tell(point.tier, error, point)
         return error
 
-    def _ways(self, point: RestorePoint) -> list[tuple[str, Callable[[], StoredSnapshot]]]:
-        rank = self._assignment.rank
+    def _ways(self, point: RestorePoint) -> list[tuple[str, Callable[[], Found]]]:
         if point.tier == "disk":
-            return [("disk", lambda: read_rank_file(point.path, rank, point.step))]
-        key = SnapshotKey(self._assignment.job, point.attempt, point.timeline, rank, point.step)
+            return [("disk", lambda: self._on_disk(point))]
+        sources = self._sources
+        return [(t, lambda t=t, s=s: self._in_memory(point, t, s)) for t, s in sources]  # type: ignore[misc]
 
-        def fetch(tier: str, source: SnapshotSource) -> StoredSnapshot:
-            stored = source.get(key)
-            if stored is None:
-                raise MissingSnapshotError(rank, point.step, tier, "the keeper doesn't hold it")
-            refuse_damaged(stored, rank, point.step, tier)
-            return stored
+    def _on_disk(self, point: RestorePoint) -> Found:
+        rank = self._assignment.rank
+        state = state_on_disk(point.path, rank, point.step, self._layout, self._live)
+        return Found(point, *state)
 
-        return [(t, lambda t=t, s=s: fetch(t, s)) for t, s in self._sources]  # type: ignore[misc]
-
-    def _unpacked(self, point: RestorePoint, tier: str, stored: StoredSnapshot) -> Found:
+    def _in_memory(self, point: RestorePoint, tier: str, source: SnapshotSource) -> Found:
+        rank, step = self._assignment.rank, point.step
+        key = SnapshotKey(self._assignment.job, point.attempt, point.timeline, rank, step)
+        stored = source.get(key)
+        if stored is None:
+            raise MissingSnapshotError(rank, step, tier, "the keeper doesn't hold it")
+        refuse_damaged(stored, rank, step, tier)
         try:
             meta, tensors = unpack(stored.payload)
         except ValueError as error:
-            rank = self._assignment.rank
-            raise DamagedSnapshotError(rank, point.step, tier, str(error)) from error
+            raise DamagedSnapshotError(rank, step, tier, str(error)) from error
+        if meta.get(LAYOUT) != self._layout.to_json():
+            raise MismatchedSnapshotError(rank, step, tier, "it is of ranks of other degrees")
         return Found(point, meta, tensors)
 
     def _nowhere(self, point: RestorePoint) -> SnapshotError:

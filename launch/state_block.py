@@ -20,6 +20,8 @@ from launch.data import MOST_SKIPPED
 from launch.snapshots import Payload
 
 META_KEY = "octavo"
+LAYOUT = "layout"
+"""Of the meta: what of the model the state holds, ``parallel.layout.RankLayout.to_json``."""
 # The skip ledger grows, by at most 18 digits and two characters a batch, and so does what
 # waits to return to FP8.
 _META_SLACK = 20 * MOST_SKIPPED + 256 * 1024
@@ -80,7 +82,7 @@ def _views(data: Tensor, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     found = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]
-        found[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+        found[name] = data[begin:end].view(dtype_of(entry)).view(entry["shape"])
     return found
 
 
@@ -95,11 +97,25 @@ def unpack(payload: Payload) -> tuple[dict[str, Any], dict[str, Tensor]]:
         flat = np.array(flat)
     try:
         size = int.from_bytes(flat[:8].tobytes(), "little")
-        header = json.loads(flat[8 : 8 + size].tobytes())
-        meta = json.loads(header.pop("__metadata__")[META_KEY])
-        return meta, _views(torch.from_numpy(flat[8 + size :]), header)
+        meta, entries = parse_header(flat[8 : 8 + size].tobytes())
+        return meta, _views(torch.from_numpy(flat[8 + size :]), entries)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"not a packed state: {error}") from error
+
+
+def parse_header(text: bytes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(meta, dtype, shape and place of each tensor) of a block's header, without its length.
+
+    Raises KeyError, ValueError or TypeError.
+    """
+    entries = json.loads(text)
+    meta = json.loads(entries.pop("__metadata__")[META_KEY])
+    return meta, entries
+
+
+def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
+    """Of a tensor, by what ``parse_header`` says of it."""
+    return _DTYPES[entry["dtype"]]
 
 
 def load_into(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:

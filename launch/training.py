@@ -49,7 +49,7 @@ from launch.schedule import lr_at
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
 from launch.snapshots import MismatchedSnapshotError, SnapshotKey
-from launch.state_block import StateLayout, load_into
+from launch.state_block import LAYOUT, StateLayout, load_into
 from launch.stores import NO_STORES, Stores
 from parallel.config import Precision
 from parallel.engine import StepResult
@@ -137,6 +137,7 @@ class TrainingLoop:
         check_target(run.drills, self._engine.faults)
         self._replica_check = self._engine.replica_check()
         self._announce_backend()
+        self._layout = self._engine.layout.to_json()
         self._random = RandomState()
         self._tensors = {**self._engine.live_tensors(), **self._random.tensors}
         started_from = self._restore()
@@ -258,12 +259,20 @@ class TrainingLoop:
             "lr_scale": self._lr_scale,
             "data": self._stream.fingerprint,
             "engine": self._engine.meta(),
+            LAYOUT: self._layout,
         }
 
     def _restore(self) -> Found | None:
         """Load the state that the attempt starts from, or raise a SnapshotError."""
         a = self._assignment
-        found = Restorer(a, self._stores.sources, self._world, self._reporter.send).find()
+        found = Restorer(
+            a,
+            self._stores.sources,
+            self._world,
+            self._reporter.send,
+            self._engine.layout,
+            self._tensors,
+        ).find()
         if found is None:
             return None
         if found.meta["data"] != self._stream.fingerprint:

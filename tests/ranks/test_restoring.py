@@ -12,7 +12,8 @@ from launch.config import RunConfig
 from launch.keeper import Keeper
 from launch.restoring import Restorer
 from launch.snapshots import SnapshotError, SnapshotKey, digest_of
-from launch.state_block import StateLayout
+from launch.state_block import LAYOUT, StateLayout
+from parallel.layout import RankLayout
 from tests.ranks.launch_ranks import run_ranks
 
 POINTS = tuple(RestorePoint(step, "memory", 1, 0) for step in (20, 10))
@@ -20,12 +21,17 @@ Damage = tuple[int, str, int]
 """Rank, tier and step of a copy with a flipped bit."""
 
 
+def whole(rank: int) -> RankLayout:
+    """Of one of two replicas."""
+    return RankLayout((1, 2, 1), (0, rank, 0), 1, (), ())
+
+
 def state_of(rank: int, step: int) -> bytes:
     tensors = {"weights": torch.full((4,), float(100 * rank + step))}
     layout = StateLayout(tensors)
     block = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.views(block)["weights"].copy_(tensors["weights"])
-    header = layout.header({"step": step})
+    header = layout.header({"step": step, LAYOUT: whole(rank).to_json()})
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     return block.numpy().tobytes()
 
@@ -69,7 +75,7 @@ def look(rank: int, damaged: list[Damage], empty: list[Damage]) -> tuple[Any, li
     world = dist.group.WORLD
     assert world is not None
     try:
-        found = Restorer(assignment, sources, world, told.append).find()
+        found = Restorer(assignment, sources, world, told.append, whole(rank), {}).find()
     except SnapshotError as error:
         return str(error), told
     assert found is not None
