@@ -1,13 +1,15 @@
 """The controller of a home on a Ray cluster of several hosts that somebody else started.
 
+    eval "$(python -m orchestrator.on_ray --environment)"       on every host, before `ray start`
     python -m orchestrator.on_ray HOME --address HOST:PORT [--listen ADDRESS] [--hosts N]
 
-Run it on the host where the controller is to live, which is the one that the store is on: as
+Run the second on the host where the controller is to live, which is the one that the store is on: as
 a rule Ray's head. It ends when the controller answers, and says where. Promises: a controller
 that runs already is found, not doubled; with ``--hosts`` it waits until so many have joined;
 a home that is new gets a controller that waits for nodes rather than fail what exceeds those
 there are, for a host that is lost may come back.
-``CLUSTER_ENVIRONMENT`` is what every ``ray start`` of such a cluster should have.
+``CLUSTER_ENVIRONMENT`` is what every ``ray start`` of such a cluster should have; its token is
+Ray's own, the same on every host (`ray get-auth-token --generate`, ~/.ray/auth_token, 0600).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import socket
 import time
 from pathlib import Path
@@ -87,13 +90,19 @@ def address_towards(address: str) -> str:
 def main() -> None:
     """Entry of ``python -m orchestrator.on_ray``."""
     parser = argparse.ArgumentParser(description="start the controller of HOME on a Ray cluster")
-    parser.add_argument("home", type=Path)
-    parser.add_argument("--address", required=True, help="of Ray's head, as 10.0.0.1:6379")
+    parser.add_argument("home", type=Path, nargs="?")
+    parser.add_argument("--address", help="of Ray's head, as 10.0.0.1:6379")
+    parser.add_argument("--environment", action="store_true", help="print it for a shell, and end")
     parser.add_argument(
         "--listen", default="127.0.0.1", help="of a new home: where the API is to listen"
     )
     parser.add_argument("--hosts", type=int, default=1, help="wait for so many")
     arguments = parser.parse_args()
+    if arguments.environment:
+        print("\n".join(f"export {key}={shlex.quote(v)}" for key, v in CLUSTER_ENVIRONMENT.items()))
+        return
+    if arguments.home is None or arguments.address is None:
+        parser.error("HOME and --address are needed: whose controller, and on which Ray")
     # Ray's settings must be those of the nodes.
     os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})
     home = Home(arguments.home)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -17,6 +19,14 @@ def test_an_address_in_brackets_is_ipv6() -> None:
         assert address_towards("[::1]:6379") == "::1"
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
+
+
+def test_a_shell_takes_the_environment_over() -> None:
+    me = f"{sys.executable} -m orchestrator.on_ray --environment"
+    shown = subprocess.run(
+        ["sh", "-c", f'eval "$({me})"; env'], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {f"{key}={value}" for key, value in CLUSTER_ENVIRONMENT.items()} <= set(shown)
 
 
 def test_a_killed_node_is_noticed_within_seconds_and_a_short_silence_is_borne() -> None:
