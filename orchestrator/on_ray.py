@@ -6,8 +6,8 @@
 Run the second on the host where the controller is to live, which is the one that the store is
 on: as a rule Ray's head. It ends when the controller answers, and says where. Promises: a
 controller that runs already is found, not doubled; with ``--hosts`` it waits until so many have
-joined; a home that is new gets a controller that waits for nodes rather than fail what exceeds those
-there are, for a host that is lost may come back.
+joined; a home that is new gets a controller that waits for nodes rather than fail what exceeds
+those there are, for a host that is lost may come back.
 ``CLUSTER_ENVIRONMENT`` is what every ``ray start`` of such a cluster should have; its token is
 Ray's own, the same on every host (`ray get-auth-token --generate`, ~/.ray/auth_token, 0600).
 """
