@@ -41,7 +41,8 @@ from launch.snapshots import (
     MismatchedSnapshotError,
     MissingSnapshotError,
 )
-from launch.state_block import LAYOUT, unpack
+from launch.state_block import unpack
+from launch.state_header import LAYOUT
 from parallel.layout import (
     Group,
     LayoutError,

@@ -29,7 +29,8 @@ from launch.snapshots import (
     SnapshotSource,
     refuse_damaged,
 )
-from launch.state_block import LAYOUT, unpack
+from launch.state_block import unpack
+from launch.state_header import LAYOUT
 from parallel.layout import RankLayout
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from launch.checkpoint_files import RankFileReader
 from launch.checkpoints import read_manifest
-from launch.state_block import LAYOUT, dtype_of, parse_header
+from launch.state_block import dtype_of
+from launch.state_header import LAYOUT, parse_header
 from parallel.layout import LayoutError, RankLayout
 
 _OPEN = 8

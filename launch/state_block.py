@@ -18,10 +18,8 @@ from torch import Tensor
 
 from launch.data import MOST_SKIPPED
 from launch.snapshots import Payload
+from launch.state_header import META_KEY, parse_header
 
-META_KEY = "octavo"
-LAYOUT = "layout"
-"""Of the meta: what of the model the state holds, ``parallel.layout.RankLayout.to_json``."""
 # The skip ledger grows, by at most 18 digits and two characters a batch, and so does what
 # waits to return to FP8.
 _META_SLACK = 20 * MOST_SKIPPED + 256 * 1024
@@ -101,16 +99,6 @@ def unpack(payload: Payload) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return meta, _views(torch.from_numpy(flat[8 + size :]), entries)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"not a packed state: {error}") from error
-
-
-def parse_header(text: bytes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(meta, dtype, shape and place of each tensor) of a block's header, without its length.
-
-    Raises KeyError, ValueError or TypeError.
-    """
-    entries = json.loads(text)
-    meta = json.loads(entries.pop("__metadata__")[META_KEY])
-    return meta, entries
 
 
 def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:

@@ -49,7 +49,8 @@ from launch.schedule import lr_at
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
 from launch.snapshots import MismatchedSnapshotError, SnapshotKey
-from launch.state_block import LAYOUT, StateLayout, load_into
+from launch.state_block import StateLayout, load_into
+from launch.state_header import LAYOUT
 from launch.stores import NO_STORES, Stores
 from parallel.config import Precision
 from parallel.engine import StepResult

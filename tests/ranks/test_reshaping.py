@@ -18,7 +18,8 @@ from launch.random_state import RandomState
 from launch.reshaping import MASTERS, reshaped, state_on_disk
 from launch.saved_state import SavedState
 from launch.snapshots import MismatchedSnapshotError, SnapshotKey, digest_of
-from launch.state_block import LAYOUT, StateLayout, load_into
+from launch.state_block import StateLayout, load_into
+from launch.state_header import LAYOUT
 from parallel.config import GradientExchangeConfig
 from parallel.engine import Engine
 from parallel.layout import Group, Place, RankLayout

@@ -12,7 +12,8 @@ from launch.config import RunConfig
 from launch.keeper import Keeper
 from launch.restoring import Restorer
 from launch.snapshots import SnapshotError, SnapshotKey, digest_of
-from launch.state_block import LAYOUT, StateLayout
+from launch.state_block import StateLayout
+from launch.state_header import LAYOUT
 from parallel.layout import RankLayout
 from tests.ranks.launch_ranks import run_ranks
 
