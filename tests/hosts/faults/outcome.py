@@ -23,7 +23,7 @@ class Outcome:
     row: str
     ok: bool
     outage_s: float
-    """Longest time after the fault without a step that had not been done before."""
+    """Seconds to the next step that had not been done before (``outage_s``)."""
     steps_lost: int
     """Steps done again."""
     attempts: int
@@ -43,15 +43,25 @@ class Outcome:
 
 
 def outage_s(steps: Sequence[Step], fault_at: float) -> float:
-    """Longest time without a new step after ``fault_at``; until the end of what is recorded."""
+    """Seconds from the fault to the next step that had not been done before.
+
+    Where the ranks were restarted for it, to the first such step of theirs: what the old ones
+    still did is no recovery. Where they were not, the longest time without one, until the end of
+    what is recorded.
+    """
+    before = max((step.attempt for step in steps if step.time <= fault_at), default=0)
+    restarted = any(step.attempt > before for step in steps)
     newest, last, longest = -1, fault_at, 0.0
     for step in steps:
         if step.step <= newest:
             continue
         newest = step.step
-        if step.time > fault_at:
-            longest = max(longest, step.time - last)
-            last = step.time
+        if step.time <= fault_at:
+            continue
+        if restarted and step.attempt > before:
+            return step.time - fault_at
+        longest = max(longest, step.time - last)
+        last = step.time
     return longest
 
 

@@ -291,6 +291,9 @@ def _sleep(scene: Scene, seconds: float) -> None:
         time.sleep(0.05)
 
 
+ALONE: dict[str, Any] = {"resources": {"spares": 0, "standby": False}}
+"""A job that nothing should restart needs nobody to stand ready."""
+
 ONE_SLOT: dict[str, Any] = {
     "slots_per_node": 1,
     "parallelism": {"data": 1},
@@ -311,12 +314,30 @@ ROWS = (
     Row("rank_segfault", "rank segfault", _signalled(1, signal.SIGSEGV)),
     Row("rank_memory", "rank out of memory", out_of_memory),
     Row("node_frozen", "node frozen", freeze_node),
-    Row("link_5s", "link cut 5 s", _cut(5.0), check=_one_attempt),
+    Row("link_5s", "link cut 5 s", _cut(5.0), check=_one_attempt, changes=ALONE),
     Row("link_60s", "link cut 60 s", _cut(60.0), deadline_s=300),
     Row("link_for_good", "link cut for good", _cut(None)),
-    Row("loss", "5 % packet loss for 20 s", _shaped(20.0, loss=0.05), check=_one_attempt),
-    Row("delay", "200 ms delay for 20 s", _shaped(20.0, delay_s=0.2), check=_one_attempt),
-    Row("disk_full", "disk full while checkpointing", fill_disk, check=_one_attempt),
+    Row(
+        "loss",
+        "5 % packet loss for 20 s",
+        _shaped(20.0, loss=0.05),
+        check=_one_attempt,
+        changes=ALONE,
+    ),
+    Row(
+        "delay",
+        "200 ms delay for 20 s",
+        _shaped(20.0, delay_s=0.2),
+        check=_one_attempt,
+        changes=ALONE,
+    ),
+    Row(
+        "disk_full",
+        "disk full while checkpointing",
+        fill_disk,
+        check=_one_attempt,
+        changes=ALONE,
+    ),
     Row("truncated", "newest checkpoint truncated", _damaged(truncate), check=_back_to_before),
     Row("flipped", "newest checkpoint: one bit", _damaged(flip_byte), check=_back_to_before),
     Row("no_manifest", "newest checkpoint: no manifest", _damaged(take_manifest)),
@@ -339,9 +360,15 @@ ROWS = (
         "wandb",
         "W&B unreachable",
         leave_be,
-        changes={"wandb": {"mode": "online"}},
+        changes=ALONE | {"wandb": {"mode": "online"}},
         check=_one_attempt,
     ),
     Row("cluster", "head and all nodes killed, started again", kill_all),
-    Row("store_locked", "store locked for 10 s", lock_store, check=_one_attempt),
+    Row(
+        "store_locked",
+        "store locked for 10 s",
+        lock_store,
+        check=_one_attempt,
+        changes=ALONE,
+    ),
 )

@@ -137,7 +137,7 @@ def run_rows(
                 outcomes.append(outcome)
                 word = "ok" if outcome.ok else f"FAILED ({outcome.trouble})"
                 say(
-                    f"{row.name}: {word}; {outcome.outage_s:.2f} s without a new step, "
+                    f"{row.name}: {word}; {outcome.outage_s:.2f} s to the next new step, "
                     f"{outcome.steps_lost} steps lost, {outcome.attempts} attempts; "
                     f"{time.monotonic() - began:.0f} s in all"
                 )

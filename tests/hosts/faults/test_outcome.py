@@ -29,7 +29,15 @@ RECOVERED = run_of(
 
 def test_the_outage_lasts_until_a_step_that_had_not_been_done() -> None:
     assert outage_s(RECOVERED, 12.5) == 3.5, "steps done again are no progress"
-    assert outage_s(RECOVERED, 11.5) == 4.0, "from the last step that the fault let through"
+    assert outage_s(RECOVERED, 11.5) == 4.5, "what the old ranks still did is no recovery"
+    later = [*RECOVERED[:-1], Step(2, 5, 99.0, REFERENCE[5])]
+    assert outage_s(later, 12.5) == 3.5, "what comes after it has other causes"
+
+
+def test_without_a_restart_the_longest_time_without_a_step_counts() -> None:
+    steps = run_of((1, 0, 10.0), (1, 1, 11.0), (1, 2, 19.0), (1, 3, 20.0))
+    assert outage_s(steps, 10.5) == 8.0
+    assert outage_s(steps, 19.5) == 0.5
 
 
 def test_a_run_that_came_back_to_the_same_losses_is_ok() -> None:
