@@ -89,7 +89,8 @@ class RaySupervisors:
 
         # Beside the controller: of a node that trains, the loss would take the supervisor too,
         # and nobody would be left to answer it at once.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        # Not softly: that lets Ray choose another node when this one is busy.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = (
             ray.remote(self._class)
             .options(
