@@ -90,6 +90,8 @@ class CheckpointConfig(_Section):
     every: int = Field(500, ge=0)
     """Steps between checkpoints; 0: only at the end, on cancel and on pause."""
     num_to_keep: int = Field(3, ge=1)
+    resume_from: Path | None = None
+    """Where a new job begins: another job's folder, or one checkpoint in it, of any degrees."""
 
 
 class RunConfig(_Section):

@@ -29,6 +29,7 @@ HEADLINES = {
     "fail": "Gave up",
     "precision": "Layers moved",
     "exchange_auto": "Gradient exchange to be measured",
+    "resumed": "Began with another job's state",
 }
 
 """What an action did; ``{where}`` is `` to step N`` or nothing."""

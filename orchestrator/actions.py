@@ -33,9 +33,11 @@ ActionKind = Literal[
     "fail",
     "precision",
     "exchange_auto",
+    "resumed",
 ]
-"""``precision`` and ``exchange_auto`` are asked for by people only; what a person asks for
-besides has the kind that the ladder gives it, with ``Action.asked``."""
+"""``precision``, ``exchange_auto`` and ``resumed`` (from another job's checkpoint, by the spec) are
+asked for by people only; what a person asks for besides has the kind that the ladder gives it, with
+``Action.asked``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from launch.checkpoints import (
     bury,
     commit_checkpoint,
     discard_step,
+    hold,
+    let_go,
     list_checkpoints,
     open_attempt,
     verify_checkpoint,
@@ -44,6 +46,7 @@ class CheckpointShelf:
         self._num_to_keep = num_to_keep
         self._world_size = world_size
         self._run = dict(run or {})
+        self._held: tuple[str, str] | None = None
         self._attempt = 0
         self._open = False
         self._written: dict[tuple[int, int, int], set[int]] = {}
@@ -60,6 +63,11 @@ class CheckpointShelf:
         self._attempt, self._open = attempt, False
         self.forget()
         self._try_to_open()
+
+    def reads(self, path: str, job: str) -> None:
+        """The attempt's ranks read another job's checkpoint; it is kept until one is committed."""
+        hold(path, job)
+        self._held = (path, job)
 
     def add(self, report: SnapshotReport) -> bool:
         """Note a rank's file; True when it was the last one and the step can be committed."""
@@ -107,6 +115,9 @@ class CheckpointShelf:
             self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
             self._give_back(key)
             return str(error)
+        if self._held is not None:
+            let_go(*self._held)
+            self._held = None
         self._bury()
         return ""
 

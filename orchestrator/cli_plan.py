@@ -29,6 +29,7 @@ def plan(spec: SpecArgument, output: OutputOption = Output.table) -> None:
 def show_plan(file: Path, output: Output) -> None:
     """Raises SpecError for a file that would be refused."""
     from orchestrator.client import URL_VARIABLE
+    from orchestrator.resume_from import check_resume_from
     from orchestrator.spec import load_spec, spec_data, spec_yaml
     from orchestrator.spec_backend import backend_of
     from orchestrator.spec_storage import check_storage
@@ -38,6 +39,8 @@ def show_plan(file: Path, output: Output) -> None:
     # A controller elsewhere has folders of its own.
     if checked.checkpoint.storage_path is not None and URL_VARIABLE not in os.environ:
         check_storage(checked.checkpoint.storage_path, str(file))
+    if URL_VARIABLE not in os.environ:
+        check_resume_from(checked, str(file))
     check_factory_model(checked, str(file))
     backend = f"linears: {backend_of(checked)}"
     if output is Output.json:

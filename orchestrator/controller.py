@@ -36,6 +36,7 @@ from orchestrator.protocol import (
     SupervisorBatch,
 )
 from orchestrator.quarantine import QuarantineConfig
+from orchestrator.resume_from import check_resume_from
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Source
 from orchestrator.spec_storage import check_storage, no_job_directory
@@ -98,6 +99,7 @@ class Controller:
         check_storage(spec.checkpoint.storage_path or self._jobs_dir, file)
         check_factory_model(spec, file)
         check_webhook(spec, file, os.environ)
+        check_resume_from(spec, file)
         return spec
 
     def submit(self, data: Mapping[str, Any], file: str) -> JobRow:

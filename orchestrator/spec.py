@@ -112,8 +112,12 @@ def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True
 def absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """``data`` with the paths in it taken relative to ``base``."""
     result = dict(data)
-    for section, key in (("data", "source"), ("checkpoint", "storage_path")):
-        given = data.get(section)
+    for section, key in (
+        ("data", "source"),
+        ("checkpoint", "storage_path"),
+        ("checkpoint", "resume_from"),
+    ):
+        given = result.get(section)
         if not isinstance(given, Mapping):
             continue
         value = given.get(key)

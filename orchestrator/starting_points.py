@@ -6,29 +6,43 @@ all that is left, best first, so that what is damaged costs them no attempt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
+from launch.checkpoint_files import DamagedFileError
+from launch.checkpoints import ManifestError
 from launch.commands import CopyRefused, RestorePoint
-from launch.config import SnapshotConfig
 from launch.rank_group import RankEnd, RankGroup
 from launch.snapshots import SnapshotError
 from orchestrator.actions import Action
 from orchestrator.attempt_state import AttemptState
 from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.restore import candidates, on_living_branch, points_in_memory
+from orchestrator.resume_from import (
+    FOREIGN_ATTEMPT,
+    ControlState,
+    control_state,
+    foreign_points,
+    resumed,
+)
+from orchestrator.spec import JobSpec
+
+logger = logging.getLogger(__name__)
 
 
 class StartingPoints:
     """Of the job that a supervisor has."""
 
     def __init__(
-        self, group: RankGroup, shelf: CheckpointShelf, snapshots: SnapshotConfig, world_size: int
+        self, group: RankGroup, shelf: CheckpointShelf, spec: JobSpec, world_size: int
     ) -> None:
         self._group = group
         self._shelf = shelf
-        self._reach = snapshots.every * snapshots.keep
+        self._spec = spec
+        self._reach = spec.snapshots.every * spec.snapshots.keep
         self._world_size = world_size
         self._refused: set[RestorePoint] = set()
+        self._foreign: dict[RestorePoint, ControlState] = {}
 
     def choose(self, attempt: AttemptState) -> tuple[RestorePoint, ...]:
         """Note in ``attempt`` where its ranks start; all that they may start from, best first.
@@ -44,8 +58,22 @@ class StartingPoints:
             recorded=attempt.facts.step,
             reach=self._reach,
         )
+        found += self._from_other_jobs()
         attempt.restore, attempt.fallbacks = (found[0], found[1:]) if found else (None, ())
+        if found and found[0].attempt == FOREIGN_ATTEMPT:
+            self._shelf.reads(found[0].path, attempt.resume.job)
+            # What came before was recorded, elsewhere.
+            attempt.facts.step = max(attempt.facts.step, found[0].step - 1)
         return found
+
+    def take_over(self, attempt: AttemptState, now: float) -> Action | None:
+        """What comes along with another job's state, once in a job's life; to be stored."""
+        point, facts = attempt.restore, attempt.facts
+        state = None if point is None else self._foreign.get(point)
+        if state is None or any(action.kind == "resumed" for action in facts.actions):
+            return None
+        assert point is not None
+        return resumed(state, point.path, facts.history(now, ()), self._spec)
 
     def steps(self, actions: Iterable[Action]) -> set[int]:
         """Steps that another attempt could start from."""
@@ -72,6 +100,17 @@ class StartingPoints:
 
     def _in_memory(self) -> list[RestorePoint]:
         return points_in_memory(self._group.copies(), self._world_size)
+
+    def _from_other_jobs(self) -> tuple[RestorePoint, ...]:
+        """By the spec, those of them that can say what they were trained with."""
+        for point in foreign_points(self._spec):
+            if point in self._refused or point in self._foreign:
+                continue
+            try:
+                self._foreign[point] = control_state(point.path)
+            except (OSError, DamagedFileError, ManifestError, ValueError, KeyError) as error:
+                logger.warning("not from %s: %s", point.path, error)
+        return tuple(point for point in self._foreign if point not in self._refused)
 
     def _usable(self, points: Sequence[RestorePoint], actions: Iterable[Action]) -> set[int]:
         """Steps of those that are on this branch and weren't found damaged."""

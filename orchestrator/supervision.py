@@ -38,6 +38,7 @@ from orchestrator import notices
 from orchestrator.actions import Action
 from orchestrator.attempt import assignments, ranks_told, seats, world_size
 from orchestrator.attempt_state import AttemptState
+from orchestrator.checkpoint_facts import facts_of
 from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.control_room import ControlRoom
 from orchestrator.controls import Control
@@ -114,9 +115,10 @@ class Supervision:
         outbox = Outbox(controller, resume.job, resume.attempt)
         self._journal = Journal(resume, outbox, run_log, history)
         num_to_keep = resume.spec.checkpoint.num_to_keep
-        self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world)
+        facts = facts_of(resume.spec)
+        self._shelf = CheckpointShelf(resume.job_dir, num_to_keep, self._world, facts)
         self._bank = bank_of(resume)
-        self._starts = StartingPoints(group, self._shelf, resume.spec.snapshots, self._world)
+        self._starts = StartingPoints(group, self._shelf, resume.spec, self._world)
         self._way_back = left_open(resume)
         self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
         self._stop_reason: str | None = None
@@ -425,6 +427,9 @@ class Supervision:
             self._decide([died([RankEnd(0, "lost", error=str(error))], attempt.facts, now)], now)
             return
         points = self._starts.choose(attempt)
+        if (taken_over := self._starts.take_over(attempt, now)) is not None:
+            self._journal.decided(taken_over, (), None, self._bank.state_dict())
+            attempt.facts.apply(taken_over)
         self._starts_at(points[0].step if points else 0, now)
         self._group.run(assignments(attempt.resume, attempt.facts, points, master))
         self.phase = Phase.TRAINING
