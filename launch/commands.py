@@ -156,6 +156,8 @@ class RankReport:
     """Parameter by row."""
     replicas: tuple[int, ...] = ()
     """Ranks that hold the same parameters."""
+    compute_s: float = 0.0
+    """Of ``step_time_s``, what was not spent waiting for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

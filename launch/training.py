@@ -116,16 +116,20 @@ class TrainingLoop:
         lr = lr_at(step, self._run_config.training, self._lr_scale) * self._drills.lr_factor
         self._engine.scope.collect(self._is_sampled(step))
         checksums = self._replica_check.sums() if self._is_compared(step) else None
+        own_s = time.perf_counter() - started
         result = self._engine.train_step(self._micro_batches(batch), lr)
         agreed = agree(
             self._world, self._mailbox.newest(), step, result.skipped, self._shipper.behind
         )
+        together = time.perf_counter()
         report = self._measure(step, batch, lr, drills, result) | {"checksums": checksums}
         self._step += 1
         restoring_s = self._apply(self._mailbox.take(agreed.command))
         # Where one rank skips a step all do, or partners would hold steps of some ranks alone.
         self._snapshot_if_due(replicated=not agreed.behind)
-        self._report(report, result, time.perf_counter() - started - restoring_s)
+        ended = time.perf_counter()
+        own_s += ended - together - restoring_s
+        self._report(report | {"own_s": own_s}, result, ended - started - restoring_s)
 
     def _prepare(self) -> None:
         """Everything before the first step; ranks meet here."""
@@ -317,6 +321,7 @@ class TrainingLoop:
             "skipped": result.skipped,
             "nonfinite_parameters": result.nonfinite_parameters,
             "comm": self._engine.take_exchange_statistics(),
+            "computed": self._engine.take_compute_seconds(),
             "stats_names": names,
             "stats": statistics,
             "high_precision_layers": (*scope.fixed_layers, *in_bf16),
@@ -342,6 +347,7 @@ class TrainingLoop:
 
         def report() -> RankReport:
             statistics, sums = measured.pop("stats"), measured.pop("checksums")
+            compute_s = measured.pop("own_s") + measured.pop("computed")()
             packed = b"" if statistics is None else statistics.cpu().numpy().astype("<f4").tobytes()
             return RankReport(
                 **measured,
@@ -351,6 +357,7 @@ class TrainingLoop:
                 nonfinite_loss=bool(result.nonfinite_loss),
                 tokens=tokens,
                 step_time_s=seconds,
+                compute_s=compute_s,
                 command=command,
                 checksums=b"" if sums is None else sums.cpu().numpy().astype("<i8").tobytes(),
                 checksum_names=() if sums is None else self._replica_check.names,

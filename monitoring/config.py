@@ -98,6 +98,12 @@ class DetectionConfig(_Section):
     exchange_error_steps: int = Field(8, ge=1)
     """Steps above it, among the last ``exchange_error_window``, that make an incident."""
     exchange_error_window: int = Field(16, ge=1)
+    slow_rank: float = Field(1.5, gt=1)
+    """Time that a rank spends outside of communication over its peers', beyond which it is slow.
+    Sound devices of a kind differ by a few percent; a throttled one, or one that is shared,
+    takes half as long again and more."""
+    slow_rank_steps: int = Field(50, ge=5)
+    """Steps that are looked at, in four fifths of which it must have been slow."""
     settle_steps: int = Field(8, ge=0)
     """Steps after a start, a rollback, a precision change or a jump of the learning rate in which
     spikes are not reported. Transformer Engine's users see the loss move for a few steps after

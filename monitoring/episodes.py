@@ -48,6 +48,7 @@ TROUBLES = {
     "replica_disagreement": "replicas disagree",
     "rank_died": "rank died",
     "rank_hung": "rank hung",
+    "slow_rank": "slow rank",
     "supervisor_lost": "supervisor lost",
 }
 

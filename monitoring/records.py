@@ -33,6 +33,7 @@ IncidentKind = Literal[
     "replica_disagreement",
     "rank_died",
     "rank_hung",
+    "slow_rank",
     "supervisor_lost",
 ]
 

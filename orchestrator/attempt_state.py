@@ -14,6 +14,7 @@ from orchestrator.lost_ranks import hung
 from orchestrator.protocol import ResumeState, StepContext
 from orchestrator.record_merger import RecordMerger
 from orchestrator.snapshot_book import SnapshotBook
+from orchestrator.stragglers import Stragglers
 
 
 class AttemptState:
@@ -25,6 +26,7 @@ class AttemptState:
         self.merger = RecordMerger(resume.attempt, resume.timeline, world_size)
         self.book = SnapshotBook(resume.spec.snapshots, resume.attempt, world_size)
         self.copies = CopyBook(world_size, self.replicas)
+        self.stragglers = Stragglers(resume.spec, resume.spec.detection, world_size)
         self.restore: RestorePoint | None = None
         """What it started from; None: the seed."""
         self.fallbacks: tuple[RestorePoint, ...] = ()

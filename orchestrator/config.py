@@ -70,6 +70,9 @@ class RecoveryConfig(_Section):
     """Seconds an attempt may take from its start to its first step."""
     step_timeout_s: float | None = Field(None, gt=0)
     """Seconds a step may take; unset: 20 times the job's own median, at least 60."""
+    replace_slow_nodes: bool = False
+    """Whether a node whose ranks are slow (``detection.slow_rank``) is replaced by a restart from
+    the newest snapshot; it is always told."""
     on_exhausted: Literal["pause", "fail"] = "pause"
     """What to do when the budgets are spent."""
     no_other_node: Literal["continue", "wait"] = "continue"

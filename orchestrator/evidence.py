@@ -15,8 +15,11 @@ from orchestrator.actions import Action, ActionKind, History, Restorable
 from orchestrator.config import RecoveryConfig
 from orchestrator.restart_budget import is_restart, restarts_spent
 
-LOST_RANK: frozenset[IncidentKind] = frozenset({"rank_died", "rank_hung", "supervisor_lost"})
-"""Ranks are gone, or all of them with their supervisor: only another attempt helps."""
+LOST_RANK: frozenset[IncidentKind] = frozenset(
+    {"rank_died", "rank_hung", "slow_rank", "supervisor_lost"}
+)
+"""Ranks are gone, or all of them with their supervisor, or their node is to be replaced: only
+another attempt helps."""
 DIVERGENCE: frozenset[IncidentKind] = frozenset(
     {"nonfinite", "loss_spike", "slow_divergence", "grad_norm_spike"}
 )

@@ -5,7 +5,7 @@ Promises: every notice is one sentence for a person, with the numbers beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,12 @@ def replicated(step: int, attempt: AttemptState) -> Notice:
         f"take {nbytes / 1e6:.3g} MB at most.",
         {"step": step, "replicas": replicas, "keeper_bytes": nbytes},
     )
+
+
+def slow_ranks(incident: Incident, nodes: Sequence[str]) -> Notice:
+    """Ranks that hold up the others; ``nodes``: those most of whose ranks are slow."""
+    detail = {"ranks": list(incident.ranks), "nodes": list(nodes), "step": incident.step}
+    return Notice("slow_rank", incident.message, {**detail, **incident.evidence})
 
 
 def copy_passed_over(report: CopyRefused) -> Notice:

@@ -19,9 +19,9 @@ from monitoring.records import Incident
 from orchestrator.placement import Barred, NodeCapacity
 from orchestrator.protocol import NodeSlot
 
-AccusationKind = Literal["ranks_lost", "corruption", "preflight", "unfit"]
+AccusationKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit"]
 """``unfit``: it can't run this job, and others perhaps."""
-QuarantineKind = Literal["ranks_lost", "corruption", "preflight", "unfit", "by_hand"]
+QuarantineKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit", "by_hand"]
 
 
 class QuarantineConfig(BaseModel):
@@ -41,6 +41,8 @@ class QuarantineConfig(BaseModel):
     """Seconds for one that can't run this job now, as for want of disk."""
     corruption_s: float = Field(86400.0, gt=0)
     """Seconds for parameters that were outvoted: a day, for a person to test the machine."""
+    slow_s: float = Field(3600.0, gt=0)
+    """Seconds for a node whose ranks were slow, where the job asked for another one."""
     rehearsed_s: float = Field(60.0, gt=0)
     """Seconds for what a drill did: the node is sound."""
     longest_s: float = Field(7 * 86400.0, gt=0)
@@ -134,6 +136,8 @@ def accused(
         kind: AccusationKind
         if incident.kind == "replica_disagreement" and incident.evidence.get("outvoted"):
             kind = "corruption"
+        elif incident.kind == "slow_rank":
+            kind = "slow"
         elif incident.kind in ("rank_died", "rank_hung") and not incident.evidence.get("raised"):
             kind = "ranks_lost"
             if len(where) != 1:
@@ -171,7 +175,7 @@ def judge(
     if any(q.active(case.time) and q.kind == case.kind for q in mine):
         return Dismissed("it is quarantined for that already")
     told = case.message.rstrip(". ")
-    if case.kind in ("ranks_lost", "corruption") and not others:
+    if case.kind in ("ranks_lost", "corruption", "slow") and not others:
         return Dismissed(f"no other node has room for its ranks, so it stays in use: {told}")
     if case.kind == "ranks_lost":
         since = case.time - config.window_s
@@ -224,6 +228,7 @@ def _term(case: Accusation, config: QuarantineConfig) -> float:
     terms: dict[AccusationKind, float] = {
         "ranks_lost": config.ranks_lost_s,
         "corruption": config.corruption_s,
+        "slow": config.slow_s,
         "preflight": config.preflight_s,
         "unfit": config.unfit_s,
     }

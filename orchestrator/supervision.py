@@ -58,6 +58,7 @@ from orchestrator.restocking import Restocking
 from orchestrator.rungs import drafted
 from orchestrator.spec_backend import backend_of
 from orchestrator.starting_points import StartingPoints
+from orchestrator.stragglers import Slow, incident_of, slow_nodes
 from orchestrator.way_back import joined, left_open
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class Supervision:
         self._starts = StartingPoints(group, self._shelf, resume.spec, self._world)
         self._way_back = left_open(resume)
         self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
+        self._slow_nodes: set[str] = set()
         self._stop_reason: str | None = None
         self._ending: Ending | None = None
         self._attempt = AttemptState(resume, self._world, now)
@@ -201,6 +203,9 @@ class Supervision:
                     record = attempt.merger.add(report)
                     if record is not None:
                         self._record(record, now)
+                    slow = attempt.stragglers.add(report)
+                    if slow and attempt is self._attempt:
+                        self._slow(slow, report, now)
                 case SnapshotReport(tier="ring"):
                     attempt.book.add(report, attempt.facts.timeline)
                 case SnapshotReport(tier="disk"):
@@ -230,6 +235,18 @@ class Supervision:
                     self._journal.chosen(choice, now)
                 case ExchangeReport():
                     self._exchange_chosen(report, now)
+
+    def _slow(self, slow: Sequence[Slow], report: RankReport, now: float) -> None:
+        """Ranks hold up the others: told, and their node replaced where the spec says so, once."""
+        nodes = self._attempt.resume.nodes
+        incident, where = incident_of(slow, nodes, report, now), slow_nodes(slow, nodes)
+        self._journal.happened(notices.slow_ranks(incident, where), now)
+        new = set(where) - self._slow_nodes
+        asked = self._spec.recovery.replace_slow_nodes and self.phase is Phase.TRAINING
+        if new and asked and self._ending is None:
+            # Where there is no other node it comes back: that one is not tried again.
+            self._slow_nodes |= new
+            self._decide([incident], now)
 
     def _exchange_chosen(self, report: ExchangeReport, now: float) -> None:
         """A measurement is the job's where there is none, or a person asked for one.

@@ -7,6 +7,7 @@ Written against DeepSpeed 0.19.8. What is overridden, and why there:
   already copied all groups into one tensor and would copy the result back.
   (``_exec_reduce_grads`` can't be overridden: the pipeline's table of instructions holds the
   functions themselves.)
+- ``_INSTRUCTION_MAP`` has the instructions whose time is this rank's own, and not a wait.
 - ``_take_model_step`` is where both engines run the optimizer.
 - ``_do_optimizer_sanity_check`` refuses BF16 weights with FP32 accumulation under ZeRO 0. The
   optimizer that it would choose for ZeRO 1, BF16_Optimizer, partitions over a process group:
@@ -33,7 +34,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import deepspeed.runtime.bf16_optimizer as bf16_optimizer
@@ -41,6 +42,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -100,8 +102,27 @@ class HookedEngine(_StepHooksMixin, DeepSpeedEngine):
     """DeepSpeed's plain engine with Octavo's hooks."""
 
 
+_OWN_WORK = (schedule.LoadMicroBatch, schedule.ForwardPass, schedule.BackwardPass)
+"""Instructions in which a rank waits for no other."""
+
+
+def _counted(instruction: Callable[..., None]) -> Callable[..., None]:
+    """The instruction, its time counted as this rank's own."""
+
+    def counted(self: HookedPipelineEngine, **kwargs: Any) -> None:
+        with self.step_hooks.clock.running():
+            instruction(self, **kwargs)
+
+    return counted
+
+
 class HookedPipelineEngine(_StepHooksMixin, PipelineEngine):
     """DeepSpeed's pipeline engine with Octavo's hooks."""
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        kind: _counted(instruction) if kind in _OWN_WORK else instruction
+        for kind, instruction in PipelineEngine._INSTRUCTION_MAP.items()
+    }
 
 
 class StagedModule(PipelineModule):

@@ -11,7 +11,7 @@ to the bit. Octavo adds no wait for the device to a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import engine_state
+from parallel.compute_clock import ComputeClock
 from parallel.config import (
     EXCHANGE_BITS,
     ExchangeDtype,
@@ -158,11 +159,12 @@ class Engine:
         total = torch.zeros((), dtype=torch.float32, device=engine.device)
         count = engine.gradient_accumulation_steps()
         for _ in range(count):
-            tokens, targets = next(micro_batches)
-            with self.scope.micro_batch():
-                output = engine(tokens.to(engine.device, non_blocking=True))
-            loss = self._plan.loss(output, targets.to(engine.device, non_blocking=True))
-            engine.backward(loss)
+            with self._hooks.clock.running():
+                tokens, targets = next(micro_batches)
+                with self.scope.micro_batch():
+                    output = engine(tokens.to(engine.device, non_blocking=True))
+                loss = self._plan.loss(output, targets.to(engine.device, non_blocking=True))
+                engine.backward(loss)
             engine.step()
             total += loss.detach()
         total /= count
@@ -216,6 +218,13 @@ class Engine:
         statistics = take_statistics([group.exchange for group in self._groups])
         statistics["wire_bits"] = float(EXCHANGE_BITS[self.exchange_dtype])
         return statistics
+
+    def take_compute_seconds(self) -> Callable[[], float]:
+        """Seconds that this rank computed since the last call, without waiting for others.
+
+        What is returned may wait for the device: call it off the step's path.
+        """
+        return self._hooks.clock.take()
 
     def replica_check(self) -> ReplicaCheck:
         """Checksums of this rank's parameters, for a comparison with its replicas."""
@@ -353,7 +362,7 @@ def build_engine(
             "precision is fp8 and no linear of this model computes in FP8: make them with the "
             "scope or convert them, leave fewer to fp8.high_precision_layers, or make it bf16"
         )
-    hooks = StepHooks(scope, groups, replicas, ranks.stage)
+    hooks = StepHooks(scope, groups, replicas, ranks.stage, ComputeClock(device))
     deepspeed_engines.attach(engine, hooks, ranks.tensor)
     names = tuple(parameter_name(n, plan.layers) for n, _ in module.named_parameters())
     faults = Faults(

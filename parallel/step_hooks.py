@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.compute_clock import ComputeClock
 from parallel.config import EXCHANGE_BITS, ExchangeDtype
 from parallel.gradients import GradientExchange
 from parallel.precision.backend import LayerScope
@@ -92,12 +93,15 @@ class StepHooks:
         groups: Sequence[GradientGroup],
         replicas: dist.ProcessGroup,
         stage: dist.ProcessGroup | None = None,
+        clock: ComputeClock | None = None,
     ) -> None:
         """``replicas``: the data-parallel ranks that hold the same parameters; ``stage``: the
         tensor × data ranks that hold the same linears, None when there are no others.
 
         The first group is one that DeepSpeed counts on every rank.
         """
+        self.clock = clock or ComputeClock()
+        """Doesn't count the exchange, which a backward pass may be waiting in."""
         self._scope = scope
         self._groups = tuple(groups)
         self._replicas = replicas
@@ -128,8 +132,9 @@ class StepHooks:
         self._calls += 1
         self._keep_residuals()
         if self._exchanging:
-            for flat, group in zip(flats, self._groups, strict=True):
-                group.exchange.mean_(flat, residual=group.residual)
+            with self.clock.paused():
+                for flat, group in zip(flats, self._groups, strict=True):
+                    group.exchange.mean_(flat, residual=group.residual)
 
     def reduce(self, bucket: Tensor, pieces: Sequence[BucketPiece]) -> Tensor:
         """The mean over the replicas of a bucket of gradients; float32, of the same size.
@@ -159,7 +164,8 @@ class StepHooks:
                     if at.group == i
                 ]
                 if mine:
-                    self._reduce_group(group, mine)
+                    with self.clock.paused():
+                        self._reduce_group(group, mine)
         return mean
 
     def _reduce_group(self, group: GradientGroup, parts: Sequence[tuple[int, Tensor]]) -> None:

@@ -268,6 +268,7 @@ def test_a_run_reports_every_step_on_every_rank_alike(undisturbed: Any) -> None:
         for report in rank.reports:
             assert (decode(report.stats, report.stats_names)[:, 0] > 0).all()
             assert report.stats_names
+            assert 0 < report.compute_s < report.step_time_s
     layers = {name.split("/")[0] for rank in ranks for name in rank.reports[0].stats_names}
     assert len(layers) == 16
 

@@ -131,7 +131,10 @@ class ScriptedController:
             exchange=stand.exchange,
             fired_drills=(),
             detector_state=self.detector_state,
-            nodes=(NodeSlot("00" * 28, "127.0.0.1", 0, WORLD),),
+            nodes=tuple(
+                NodeSlot(f"{n:02x}" * 28, "127.0.0.1", n, self.spec.slots_per_node or WORLD)
+                for n in range(self.spec.num_nodes)
+            ),
             placement_group="",
         )
 
@@ -159,6 +162,8 @@ class Script:
     """(step, layer) whose values are flushed to zero while it computes in FP8."""
     differs: Callable[[int], bool] = lambda step: False
     """Step before which rank 1 holds other parameters than rank 0; they are compared at all."""
+    compute: Callable[[int, int], float] = lambda rank, step: 0.04
+    """Seconds that a rank spends outside of communication, by (rank, step)."""
     disk_full: bool = False
     """No checkpoint can be written."""
     coarse: Callable[[int], bool] = lambda step: False
@@ -354,6 +359,7 @@ class ScriptedRanks:
             lr=1e-3,
             tokens=4096,
             step_time_s=0.1,
+            compute_s=self.script.compute(rank, self.step),
             skipped=skipped,
             nonfinite_parameters=(),
             nonfinite_loss=skipped and rank == 0,
