@@ -42,8 +42,8 @@ class Matrix:
 
     def run(self, row: Row) -> Outcome:
         """One run of one row; what goes wrong is in the outcome, not raised."""
-        cluster = self._whole_cluster()
         try:
+            cluster = self._whole_cluster()
             reference = self._reference(cluster, row)
             scene = Scene(cluster, row.changes)
         except Exception as error:
