@@ -1,6 +1,6 @@
 """The HTTP API of the controller.
 
-    POST /v1/jobs                 submit {spec, file}
+    POST /v1/jobs                 submit {spec, file, key, by}
     POST /v1/jobs:validate        the same without submitting
     GET  /v1/jobs                 all jobs
     GET  /v1/jobs/{job}           one, with its spec and attempts
@@ -17,6 +17,9 @@
     GET  /v1/jobs/{job}/controls  what was asked by these, and what became of it
     GET  /v1/jobs/{job}/controls/{key}   ?wait=
     GET  /metrics                 of all jobs, for Prometheus
+    GET  /v1/nodes                nodes: who holds them, which are quarantined
+    POST /v1/nodes/{node}/quarantine  {reason, by, seconds}
+    POST /v1/nodes/{node}/release     {by}
     GET  /healthz                 without a token
 
 Promises: everything under /v1, and /metrics, wants the bearer token (401 without, 403 with a wrong
@@ -44,10 +47,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from monitoring.prometheus import CONTENT_TYPE, exposition
-from orchestrator.api_controls import Wait, add_controls
+from orchestrator.api_controls import Line, Wait, add_controls
 from orchestrator.api_guard import Guard
-from orchestrator.controller import Controller
+from orchestrator.api_nodes import add_nodes
+from orchestrator.controller import Controller, SubmitConflictError
 from orchestrator.lifecycle import JobState, TransitionRefused, nothing_to_do
+from orchestrator.node_desk import NodeNotFoundError
 from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of
@@ -91,6 +96,10 @@ class Submission(BaseModel):
     spec: dict[str, Any]
     file: str = Field("request", max_length=4096)
     """The job file as the user named it, for messages."""
+    key: str = Field("", pattern=r"^[A-Za-z0-9._:-]{0,64}$")
+    """The client's, so that a submission that is sent twice is one job; empty: none."""
+    by: Line = Field("", max_length=200)
+    """Whose turn in the queue it takes, as they call themselves."""
 
 
 class Ask(BaseModel):
@@ -110,6 +119,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     _add_commands(app, controller)
     _add_reads(app, controller)
     add_controls(app, controller, partial(resolve, controller.store))
+    add_nodes(app, controller)
     return app
 
 
@@ -155,6 +165,7 @@ def job_json(row: JobRow) -> dict[str, Any]:
         "attempt": row.attempt,
         "timeline": row.timeline,
         "priority": row.priority,
+        "submitted_by": row.submitted_by,
         "file": row.file,
         "job_dir": row.job_dir,
         "submitted_at": row.submitted_at,
@@ -190,7 +201,8 @@ def settled(row: JobRow) -> bool:
 def _add_commands(app: FastAPI, controller: Controller) -> None:
     @app.post("/v1/jobs", status_code=201)
     def submit(body: Submission) -> dict[str, Any]:
-        return job_json(controller.submit(body.spec, body.file))
+        key = body.key or None
+        return job_json(controller.submit(body.spec, body.file, by=body.by, key=key))
 
     @app.post("/v1/jobs:validate")
     def validate(body: Submission) -> dict[str, Any]:
@@ -350,10 +362,12 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ControlConflictError)
     @app.exception_handler(ControlRefusedError)
+    @app.exception_handler(SubmitConflictError)
     def in_vain(_: Request, error: Exception) -> JSONResponse:
         return _error(409, str(error))
 
     @app.exception_handler(UnknownControlError)
+    @app.exception_handler(NodeNotFoundError)
     @app.exception_handler(UnknownJobError)
     def unknown(_: Request, error: Exception) -> JSONResponse:
         return _error(404, str(error))

@@ -16,7 +16,8 @@ from typing import Annotated
 
 import typer
 
-from orchestrator import cli_control, cli_plan
+from orchestrator import cli_control, cli_nodes, cli_plan
+from orchestrator.cli_control import KeyOption
 from orchestrator.cli_options import (
     HomeOption,
     JobArgument,
@@ -93,6 +94,7 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check it and print it completed.")
     ] = False,
+    key: KeyOption = "",
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
@@ -105,7 +107,7 @@ def submit(
 
     # A controller elsewhere looks at the data itself: it is there that they must be.
     checked = load_spec(spec, check_data=URL_VARIABLE not in os.environ)
-    job = client_of(home).submit(spec_data(checked), str(spec))
+    job = client_of(home).submit(spec_data(checked), str(spec), key=key, by=user())
     if output is Output.json:
         print_json(job)
     else:
@@ -302,6 +304,7 @@ def down(output: OutputOption = Output.table, home: HomeOption = None) -> None:
 
 
 cli_control.register(app)
+cli_nodes.register(app)
 cli_plan.register(app)
 
 

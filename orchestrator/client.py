@@ -116,9 +116,17 @@ class Client:
         except httpx.HTTPError:
             return False
 
-    def submit(self, spec: Mapping[str, Any], file: str) -> dict[str, Any]:
-        """Submit a job; raises ``SpecError`` with the controller's problems."""
-        return self._post("/v1/jobs", {"spec": dict(spec), "file": file})
+    def submit(
+        self, spec: Mapping[str, Any], file: str, *, key: str = "", by: str = ""
+    ) -> dict[str, Any]:
+        """Submit a job; raises ``SpecError`` with the controller's problems.
+
+        ``key``: yours; a submission that comes again under it is the same job. ``by``: whose turn
+        in the queue it takes.
+        """
+        body = {"spec": dict(spec), "file": file, "key": key or secrets.token_hex(8), "by": by}
+        # With a key it is one job, so that it may be said again where an answer was lost.
+        return self._ask("POST", "/v1/jobs", json=body, timeout=TIMEOUT_S, repeatable=True)
 
     def validate(self, spec: Mapping[str, Any], file: str) -> dict[str, Any]:
         """The completed spec, without submitting it."""
@@ -132,6 +140,21 @@ class Client:
     def job(self, job: str) -> dict[str, Any]:
         """One job with its spec and attempts; by id, name or unique beginning."""
         return self._get(_path(job))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes: their slots, who holds them, and which are quarantined, with why."""
+        return list(self._get("/v1/nodes")["nodes"])
+
+    def quarantine(
+        self, node: str, reason: str, by: str, seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Leave a node out of placements, for ``seconds`` or until it is released."""
+        body = {"reason": reason, "by": by, "seconds": seconds}
+        return self._post(_node_path(node, "quarantine"), body)
+
+    def release(self, node: str, by: str) -> dict[str, Any]:
+        """Take a quarantined node back."""
+        return self._post(_node_path(node, "release"), {"by": by})
 
     def cancel(self, job: str, reason: str) -> dict[str, Any]:
         """Ask for the job's end."""
@@ -323,6 +346,12 @@ def _path(job: str, *more: str) -> str:
     from urllib.parse import quote
 
     return "/".join(["/v1/jobs", quote(job, safe=""), *more])
+
+
+def _node_path(node: str, what: str) -> str:
+    from urllib.parse import quote
+
+    return f"/v1/nodes/{quote(node, safe='')}/{what}"
 
 
 def _error_of(answer: httpx.Response, url: str) -> Exception:

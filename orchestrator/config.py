@@ -1,4 +1,5 @@
-"""Configuration of the control plane's side of a job: resources, recovery, notifications.
+"""Configuration of the control plane: a job's resources, recovery, preflight and notifications,
+and when a controller quarantines nodes.
 
 Promises: frozen values, unknown keys refused.
 """
@@ -91,6 +92,28 @@ class PreflightConfig(_Section):
     """Seconds that a node's clock may be off the controller's."""
     min_bandwidth_mbit_s: float | None = Field(None, gt=0)
     """Of the collective of any two nodes; unset: what is measured is told, and any will do."""
+
+
+class QuarantineConfig(_Section):
+    """When a controller leaves a node out, and for how long; of its home, not of a job."""
+
+    ranks_lost: int = Field(3, ge=1)
+    """Attempts that ended because ranks on a node died or hung, within ``window_s``, after which
+    it is left out. One or two happen to good nodes; schedulers drain at three."""
+    window_s: float = Field(3600.0, gt=0)
+    ranks_lost_s: float = Field(3600.0, gt=0)
+    """Seconds for lost ranks, doubled each time the node comes back to it."""
+    preflight_s: float = Field(900.0, gt=0)
+    """Seconds for a machine that failed preflight: its next try is checked anyway."""
+    unfit_s: float = Field(120.0, gt=0)
+    """Seconds for one that can't run this job now, as for want of disk."""
+    corruption_s: float = Field(86400.0, gt=0)
+    """Seconds for parameters that were outvoted: a day, for a person to test the machine."""
+    slow_s: float = Field(3600.0, gt=0)
+    """Seconds for a node whose ranks were slow, where the job asked for another one."""
+    rehearsed_s: float = Field(60.0, gt=0)
+    """Seconds for what a drill did: the node is sound."""
+    longest_s: float = Field(7 * 86400.0, gt=0)
 
 
 NotifiedState = Literal["paused", "failed", "succeeded", "cancelled"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from monitoring.prometheus import Numbers
+from orchestrator.config import QuarantineConfig
 from orchestrator.controls import STOPS, Control, in_vain, refused_at_once
 from orchestrator.ending import end_of
 from orchestrator.fair_queue import in_order
@@ -35,7 +37,6 @@ from orchestrator.protocol import (
     ResumeState,
     SupervisorBatch,
 )
-from orchestrator.quarantine import QuarantineConfig
 from orchestrator.resume_from import check_resume_from
 from orchestrator.spec import JobSpec, spec_of, spec_yaml
 from orchestrator.spec_errors import Source
@@ -59,6 +60,23 @@ class NoNodesError(RuntimeError):
     """The nodes of a job are gone and no others are free. Its supervisor ends; the controller
     starts another one when there are nodes.
     """
+
+
+class SubmitConflictError(ValueError):
+    """The key was used to submit another job."""
+
+    def __init__(self, key: str, job: str) -> None:
+        super().__init__(key, job)
+        self.key, self.job = key, job
+
+    def __str__(self) -> str:
+        return f"the key {self.key!r} was used to submit another job, {self.job}: take a new one"
+
+
+def _same_job(known: JobRow, spec: JobSpec, key: str) -> JobRow:
+    if known.spec != spec:
+        raise SubmitConflictError(key, known.id)
+    return known
 
 
 class Controller:
@@ -102,9 +120,17 @@ class Controller:
         check_resume_from(spec, file)
         return spec
 
-    def submit(self, data: Mapping[str, Any], file: str) -> JobRow:
-        """Take a job in: checked, its directory made, stored. Raises ``SpecError``."""
+    def submit(
+        self, data: Mapping[str, Any], file: str, *, by: str = "", key: str | None = None
+    ) -> JobRow:
+        """Take a job in: checked, its directory made, stored. Raises ``SpecError``.
+
+        ``by``: whose turn in the queue it takes; ``key``: the client's, under which the same job
+        is taken once however often it comes. ``SubmitConflictError`` for another job under it.
+        """
         spec = self.validate(data, file)
+        if key and (known := self.store.job_of_key(key)) is not None:
+            return _same_job(known, spec, key)
         job = f"{spec.name}-{secrets.token_hex(3)}"
         folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job
         try:
@@ -112,7 +138,11 @@ class Controller:
             (folder / "spec.yaml").write_text(spec_yaml(spec))
         except OSError as error:
             raise no_job_directory(folder.parent, file, error) from None
-        self.store.add_job(job, spec, str(folder), file, self._clock())
+        stored = self.store.add_job(job, spec, str(folder), file, self._clock(), by=by, key=key)
+        if stored != job:
+            # It came twice at the same time.
+            shutil.rmtree(folder, ignore_errors=True)
+            return _same_job(self.store.job(stored), spec, key or "")
         self._notify()
         return self.store.job(job)
 
@@ -208,9 +238,10 @@ class Controller:
         for row in rows:
             if row.state.holds_nodes:
                 moved |= bool(self._turn(row, now, self._tend))
-            elif row.state is not JobState.QUEUED:
+            elif row.state is not JobState.QUEUED or row.placement_group:
+                # Also one that was resumed, or preempted, before what it held was given back.
                 moved |= bool(self._turn(row, now, self._clear))
-        queued = [r for r in rows if r.state is JobState.QUEUED]
+        queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]
         moved |= self._admit(queued, [r for r in rows if r.nodes], now)
         if moved:
             self._notify()
@@ -245,7 +276,7 @@ class Controller:
         waiting: list[JobRow] = []
         moved = False
         for row in (rows[ticket.job] for ticket in order):
-            ever = row.placement_group or self.desk.fit(row, now).ever
+            ever = self.desk.fit(row, now).ever
             if ahead and ever:
                 self._turn(row, now, partial(self._wait, reason=f"waits behind {ahead}"))
                 continue
@@ -262,11 +293,9 @@ class Controller:
         return moved
 
     def _admit_one(self, row: JobRow, now: float, holding: Sequence[JobRow] = ()) -> bool:
-        if row.placement_group:
-            # Resumed, or preempted, before what it held was given back.
-            return self._clear(row, now)
         answer = self.desk.fit(row, now)
-        if not answer.ever and self._fixed:
+        # One that ran before did fit: what is missing was lost, and may come back.
+        if not answer.ever and self._fixed and row.attempt == 0:
             self.store.change(row.id, Cause.CAN_NEVER_FIT, f"can never fit: {answer.reason}", now)
             return True
         missing = answer.reason or self.desk.admit(row, now)

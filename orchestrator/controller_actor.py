@@ -54,6 +54,7 @@ class ControllerActor:
             RaySupervisors(supervisor or _supervisor_class()),
             self._home.jobs_dir,
             fixed_cluster=config.fixed_cluster,
+            quarantine=config.quarantine,
         )
         listening = self._listen(config.host, config.port)
         host, port = listening.getsockname()[:2]

@@ -38,6 +38,8 @@ def in_order(
     held: dict[str, int] = {}
     for ticket in holding:
         held[ticket.user] = held.get(ticket.user, 0) + ticket.slots
+    served = dict(served_at)
+    newest = max(served.values(), default=0.0)
     ordered: list[Ticket] = []
     for priority in sorted({t.priority for t in waiting}, reverse=True):
         lines: dict[str, list[Ticket]] = {}
@@ -49,7 +51,7 @@ def in_order(
                 lines,
                 key=lambda u: (
                     held.get(u, 0),
-                    served_at.get(u, 0.0),
+                    served.get(u, 0.0),
                     lines[u][0].since,
                     lines[u][0].job,
                 ),
@@ -59,6 +61,7 @@ def in_order(
                 del lines[user]
             ordered.append(ticket)
             held[user] = held.get(user, 0) + max(ticket.slots, 1)
+            newest = served[user] = newest + 1.0
     return ordered
 
 

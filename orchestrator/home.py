@@ -23,6 +23,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from orchestrator.config import QuarantineConfig
+
 HOME_VARIABLE = "OCTAVO_HOME"
 
 
@@ -43,6 +45,8 @@ class HomeConfig(BaseModel):
     """No node will ever be added, so what exceeds the cluster fails instead of waiting."""
     standby: int = 0
     """Idle, imported workers kept on every node for jobs still to be submitted."""
+    quarantine: QuarantineConfig = QuarantineConfig()
+    """When nodes are left out, and for how long."""
 
 
 @dataclass(frozen=True, slots=True)

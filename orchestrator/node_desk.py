@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from orchestrator.config import QuarantineConfig
 from orchestrator.lifecycle import TransitionRefused
 from orchestrator.node_groups import NodeGroups, group_name
 from orchestrator.placement import (
@@ -35,7 +36,6 @@ from orchestrator.protocol import EventDraft, NodeSlot
 from orchestrator.quarantine import (
     Accusation,
     Quarantine,
-    QuarantineConfig,
     accused,
     barring,
     machine_addresses,
@@ -227,7 +227,7 @@ class NodeDesk:
                 if seat.spare and (seat.node_id not in alive or seat.node_id in barred)
             ]
             kept = tuple(seat for seat in row.nodes if seat not in bad)
-            found = fill(kept, need, nodes, barred)
+            found = fill(row.nodes, need, nodes, barred, {seat.bundle for seat in bad})
             if found and self._take(row, found, now):
                 found = ()
             if not found and not bad:
@@ -299,7 +299,7 @@ class NodeDesk:
         self._store.nodes.quarantine(entry, [(row.id, row.attempt) for row in rows])
         return replace(node, quarantine=entry)
 
-    def release_node(self, word: str, now: float) -> NodeView:
+    def release_node(self, word: str, by: str, now: float) -> NodeView:
         """End a node's quarantine, whatever it is for. ``NodeNotFoundError`` where it has none."""
         node = self._named(word, now)
         if node.quarantine is None:
@@ -307,7 +307,7 @@ class NodeDesk:
         seat = NodeCapacity(node.node_id, {}, {}, node.address)
         for entry in self._store.nodes.quarantines():
             if entry.active(now) and entry.concerns(seat):
-                self._store.nodes.release(entry, now)
+                self._store.nodes.release(entry, by, now)
         return replace(node, quarantine=None)
 
     def _named(self, word: str, now: float) -> NodeView:

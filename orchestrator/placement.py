@@ -234,9 +234,11 @@ def fill(
     need: Need,
     nodes: Sequence[NodeCapacity],
     barred: Collection[str] = (),
+    lost: Collection[int] = (),
 ) -> tuple[NodeSlot, ...]:
-    """Spares to take so that the group has as many as were asked for, as far as nodes are free."""
-    missing = need.spares - sum(seat.spare for seat in group)
+    """Spares to take so that the group has as many as were asked for, as far as nodes are free;
+    those whose numbers are ``lost`` count no more."""
+    missing = need.spares - sum(seat.spare and seat.bundle not in lost for seat in group)
     others = ready_nodes(need, nodes, barred, {seat.node_id for seat in group})
     fresh = max((seat.bundle for seat in group), default=-1) + 1
     return tuple(

@@ -13,39 +13,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from monitoring.records import Incident
+from orchestrator.config import QuarantineConfig
 from orchestrator.placement import Barred, NodeCapacity
 from orchestrator.protocol import NodeSlot
 
 AccusationKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit"]
 """``unfit``: it can't run this job, and others perhaps."""
 QuarantineKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit", "by_hand"]
-
-
-class QuarantineConfig(BaseModel):
-    """When the controller leaves a node out, and for how long."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ranks_lost: int = Field(3, ge=1)
-    """Attempts that ended because ranks on a node died or hung, within ``window_s``, after which
-    it is left out. One or two happen to good nodes; schedulers drain at three."""
-    window_s: float = Field(3600.0, gt=0)
-    ranks_lost_s: float = Field(3600.0, gt=0)
-    """Seconds for lost ranks, doubled each time the node comes back to it."""
-    preflight_s: float = Field(900.0, gt=0)
-    """Seconds for a machine that failed preflight: its next try is checked anyway."""
-    unfit_s: float = Field(120.0, gt=0)
-    """Seconds for one that can't run this job now, as for want of disk."""
-    corruption_s: float = Field(86400.0, gt=0)
-    """Seconds for parameters that were outvoted: a day, for a person to test the machine."""
-    slow_s: float = Field(3600.0, gt=0)
-    """Seconds for a node whose ranks were slow, where the job asked for another one."""
-    rehearsed_s: float = Field(60.0, gt=0)
-    """Seconds for what a drill did: the node is sound."""
-    longest_s: float = Field(7 * 86400.0, gt=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from dataclasses import asdict, fields
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from orchestrator.config import QuarantineConfig
 from orchestrator.protocol import EventDraft
 from orchestrator.quarantine import (
     Accusation,
     Dismissed,
     Quarantine,
-    QuarantineConfig,
     judge,
 )
-from orchestrator.store_rows import add_event
+from orchestrator.store_rows import add_event, stored_job
 from orchestrator.store_tables import accusations, quarantines
 
 Transaction = Callable[[], AbstractContextManager[Connection]]
@@ -76,8 +76,8 @@ class NodeRecords:
             for job, attempt in jobs:
                 add_event(db, job, attempt, _told(entry))
 
-    def release(self, entry: Quarantine, now: float) -> None:
-        """It is over."""
+    def release(self, entry: Quarantine, by: str, now: float) -> None:
+        """It is over by the word of ``by``; the job that showed the fault is told."""
         which = sa.and_(
             quarantines.c.node_id == entry.node_id,
             quarantines.c.since == entry.since,
@@ -86,6 +86,13 @@ class NodeRecords:
         )
         with self._writing() as db:
             db.execute(sa.update(quarantines).where(which).values(released_at=now))
+            if entry.job:
+                told = (
+                    f"Node {_named(entry)} is released by {by}; it was quarantined: {entry.reason}"
+                )
+                detail = {"node_id": entry.node_id, "by": by}
+                attempt = stored_job(db, entry.job)["attempt"]
+                add_event(db, entry.job, attempt, EventDraft("node_released", now, told, detail))
 
 
 def _add(db: Connection, entry: Quarantine, attempt: int) -> None:
@@ -95,7 +102,7 @@ def _add(db: Connection, entry: Quarantine, attempt: int) -> None:
 
 
 def _told(entry: Quarantine) -> EventDraft:
-    where = f"{entry.address} ({entry.node_id[:8]})" if entry.address else entry.node_id[:8]
+    where = _named(entry)
     term = "until it is released"
     if entry.until is not None:
         term = f"for {_spell(entry.until - entry.since)}"
@@ -112,6 +119,10 @@ def _told(entry: Quarantine) -> EventDraft:
             "by": entry.by,
         },
     )
+
+
+def _named(entry: Quarantine) -> str:
+    return f"{entry.address} ({entry.node_id[:8]})" if entry.address else entry.node_id[:8]
 
 
 def _spell(seconds: float) -> str:

@@ -27,7 +27,10 @@ class FakeGroups:
         """Nodes that are gone."""
         self.unwilling: set[str] = set()
         """Nodes that grant nothing."""
+        self.renamed: dict[str, str] = {}
+        """Nodes whose Ray was started again, under another id."""
         self.wishes: list[list[dict[str, float]]] = []
+        self.takes = 0
 
     def free(self) -> dict[str, int]:
         left = dict(self.total)
@@ -40,7 +43,7 @@ class FakeGroups:
         left = self.free()
         return [
             NodeCapacity(
-                node,
+                self.renamed.get(node, node),
                 {"CPU": float(n)},
                 {"CPU": float(left[node])},
                 f"10.0.0.{int(node.removeprefix('node')) + 1}",
@@ -63,6 +66,7 @@ class FakeGroups:
         mine = self.held.setdefault(job, {})
         assert not mine.keys() & {s.bundle for s in seats}, "a number is used twice"
         mine |= {seat.bundle: seat for seat in seats}
+        self.takes += 1
         nodes = [seat.node_id for seat in mine.values()]
         assert len(set(nodes)) == len(nodes), "two seats of a job on one node"
         return []
@@ -140,6 +144,8 @@ class ControlPlane:
         self.store = Store(f"sqlite:///{folder}/store.db")
         self.jobs_dir = folder / "jobs"
         self.fixed = fixed
+        self.sequences: dict[tuple[str, int], int] = {}
+        """Newest batch of each attempt that a test told."""
         self.controller = self.new_controller()
 
     def new_controller(self) -> Controller:
@@ -153,13 +159,15 @@ class ControlPlane:
             clock=lambda: self.now,
         )
 
-    def submit(self, name: str = "toy", **changes: Any) -> str:
+    def submit(
+        self, name: str = "toy", *, by: str = "", key: str | None = None, **changes: Any
+    ) -> str:
         self.now += 1
         text = self.jobs_dir.parent / "text.txt"
         text.write_text("x" * 4096)
         data = {"name": name, "slots_per_node": 4, "parallelism": {"pipeline": 2}}
         data |= {"data": {"source": str(text)}, **changes}
-        return self.controller.submit(data, f"{name}.yaml").id
+        return self.controller.submit(data, f"{name}.yaml", by=by, key=key).id
 
     def steps(self, count: int = 1, seconds: float = 0.5) -> None:
         for _ in range(count):

@@ -1,0 +1,459 @@
+"""Nodes pass by pass: replaced, left out, kept ready, asked for, given to whom they are due."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from launch.preflight import Failure, Verdict
+from monitoring.records import Incident
+from orchestrator.actions import Action
+from orchestrator.cli import call
+from orchestrator.controller import NoNodesError, SubmitConflictError
+from orchestrator.controls import ControlAnswer
+from orchestrator.home import Home
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.node_desk import FILL_EVERY_S, UNWILLING_S, NodeNotFoundError
+from orchestrator.placement import told_node
+from orchestrator.preflight_gate import told as preflight_told
+from orchestrator.protocol import EventDraft, SupervisorBatch
+from orchestrator.store import Store
+from orchestrator.supervisors import LastWords
+from tests.unit.control_plane import ControlPlane
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> ControlPlane:
+    """Four nodes with four slots each."""
+    return ControlPlane(tmp_path, 4, 4, 4, 4)
+
+
+def running(plane: ControlPlane, name: str = "toy", **changes: Any) -> str:
+    job = plane.submit(name, **changes)
+    plane.steps(2)
+    tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    return job
+
+
+def tell(plane: ControlPlane, job: str, **told: Any) -> None:
+    """A batch of the job's supervisor."""
+    attempt = plane.store.job(job).attempt
+    done = plane.sequences.get((job, attempt), 0) + 1
+    plane.sequences[job, attempt] = done
+    answer = plane.controller.report(job, attempt, SupervisorBatch(done, **told))
+    assert answer.accepted, answer.reason
+
+
+def where(plane: ControlPlane, job: str) -> list[str]:
+    """Nodes that have ranks, in order."""
+    return [seat.node_id for seat in plane.store.job(job).nodes if not seat.spare]
+
+
+def spares(plane: ControlPlane, job: str) -> list[str]:
+    return [seat.node_id for seat in plane.store.job(job).nodes if seat.spare]
+
+
+def incident(plane: ControlPlane, job: str, kind: str, *ranks: int, **evidence: float) -> Incident:
+    row = plane.store.job(job)
+    return Incident(
+        kind=kind,  # type: ignore[arg-type]
+        detector="supervisor",
+        attempt=row.attempt,
+        timeline=0,
+        step=5,
+        onset_step=5,
+        time=plane.now,
+        message=f"{kind} of ranks {ranks}.",
+        evidence=evidence,
+        ranks=ranks,
+    )
+
+
+def struck(plane: ControlPlane, job: str, kind: str, *ranks: int, **evidence: float) -> list[str]:
+    """An incident ends the attempt; where the next one's ranks are."""
+    seen = incident(plane, job, kind, *ranks, **evidence)
+    row = plane.store.job(job)
+    action = Action(
+        "restart", row.attempt, 0, 5, plane.now, "Restart.", incidents=(seen,), in_place=False
+    )
+    plane.now += 1
+    tell(plane, job, incidents=(seen.to_json(),), actions=(action,))
+    plane.controller.next_attempt(job, row.attempt, "Restart.")
+    return where(plane, job)
+
+
+def test_the_attempt_after_an_outvoted_replica_runs_elsewhere_and_the_node_is_left_out(
+    wide: ControlPlane,
+) -> None:
+    job = running(wide, num_nodes=3, parallelism={})
+    assert where(wide, job) == ["node0", "node1", "node2"]
+    after = struck(wide, job, "replica_disagreement", 5, outvoted=1.0)
+    assert after == ["node0", "node3", "node2"]
+    assert wide.told(job, "node_replaced") == [
+        "Node 10.0.0.2 (node1) is quarantined; its ranks move to node 10.0.0.4 (node3)."
+    ]
+    (told,) = wide.told(job, "node_quarantined")
+    assert told.startswith("Node 10.0.0.2 (node1) is quarantined for 1 d: Replica_disagreement of")
+    # Nobody else is given it either, and what is left out is told.
+    other = wide.submit("other")
+    wide.steps(2)
+    row = wide.store.job(other)
+    assert row.state is JobState.QUEUED
+    assert "free now: 0, 0, 0 CPU slots; left out: 10.0.0.2 (node1) (Replica" in row.reason
+    wide.now += 86400.0
+    wide.steps(2)
+    assert where(wide, other) == ["node1"]
+
+
+def test_a_quarantine_outlives_the_controller_and_the_machines_restart(
+    wide: ControlPlane, tmp_path: Path
+) -> None:
+    job = running(wide, num_nodes=3, parallelism={})
+    struck(wide, job, "replica_disagreement", 5, outvoted=1.0)
+    wide.store.close()
+    wide.store = Store(f"sqlite:///{tmp_path}/store.db")
+    wide.controller = wide.new_controller()
+    # Its Ray node has another id now, and the address that it had.
+    wide.groups.renamed["node1"] = "again"
+    (entry,) = [v for v in wide.controller.desk.view(wide.now) if v.quarantine]
+    assert (entry.node_id, entry.address) == ("again", "10.0.0.2")
+    other = wide.submit("other")
+    wide.steps(2)
+    assert where(wide, other) == []
+
+
+def test_the_same_word_twice_counts_once(wide: ControlPlane) -> None:
+    job = running(wide, num_nodes=2)
+    for _ in range(2):
+        struck(wide, job, "rank_died", 1)
+    row = wide.store.job(job)
+    seen = incident(wide, job, "rank_died", 1)
+    tell(wide, job, incidents=(seen.to_json(),))
+    for _ in range(4):
+        wide.controller.desk.settle(row, wide.now)
+    (third,) = wide.told(job, "node_quarantined")
+    assert "Ranks on it were lost 3 times" in third
+    assert wide.controller.next_attempt(job, row.attempt, "again").nodes[0].node_id == "node2"
+
+
+def test_where_no_other_node_is_free_the_job_goes_on_and_says_so_or_waits(
+    tmp_path: Path,
+) -> None:
+    for policy, goes_on in (("continue", True), ("wait", False)):
+        (tmp_path / policy).mkdir()
+        plane = ControlPlane(tmp_path / policy, 4, 4, 4)
+        job = running(plane, num_nodes=2, recovery={"no_other_node": policy})
+        busy = running(plane, "busy")
+        attempt = plane.store.job(job).attempt
+        if goes_on:
+            assert struck(plane, job, "replica_disagreement", 1, outvoted=1.0) == [
+                "node0",
+                "node1",
+            ]
+            (told,) = plane.told(job, "node_kept")
+            assert told.startswith(
+                "Node 10.0.0.1 (node0) is quarantined, and no other is free: the job goes on "
+                "there (recovery.no_other_node: continue). Replica"
+            )
+            continue
+        with pytest.raises(NoNodesError, match="needs 1 other node with 4 CPU slots"):
+            struck(plane, job, "replica_disagreement", 1, outvoted=1.0)
+        plane.supervisors.words = LastWords("NoNodesError: it needs nodes", raised=True)
+        plane.supervisors.done.add(job)
+        plane.steps(3)
+        row = plane.store.job(job)
+        assert (row.state.word, row.attempt) == ("recovering", attempt)
+        assert "left out: 10.0.0.1 (node0)" in row.reason
+        # Waiting for nodes is nobody's loss: the ladder was not asked again.
+        assert len(plane.store.actions(job)) == 1
+        tell(plane, busy, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+        plane.supervisors.done.add(busy)
+        plane.steps(4)
+        assert where(plane, job) == ["node2", "node1"]
+        assert plane.supervisors.started[-1].attempt == attempt + 1
+
+
+def test_a_lost_nodes_ranks_move_to_the_spare_at_once_and_another_spare_is_found(
+    wide: ControlPlane,
+) -> None:
+    job = running(wide, num_nodes=2, resources={"spares": 1})
+    assert (where(wide, job), spares(wide, job)) == (["node0", "node1"], ["node2"])
+    assert [s.node_id for s in wide.supervisors.started[0].spares] == ["node2"]
+    taken = wide.groups.takes
+    wide.groups.dead.add("node0")
+    resume = wide.controller.next_attempt(job, 1, "rank lost")
+    assert [s.node_id for s in resume.nodes] == ["node2", "node1"]
+    assert wide.groups.takes == taken, "a spare is there already"
+    assert wide.told(job, "node_replaced") == [
+        "Node 10.0.0.1 (node0) is lost; its ranks move to the spare 10.0.0.3 (node2)."
+    ]
+    wide.steps(2, seconds=FILL_EVERY_S)
+    assert spares(wide, job) == ["node3"]
+    ((told, (seat,)),) = wide.supervisors.spares_told
+    assert (told, seat.node_id) == (job, "node3")
+    assert wide.told(job, "spare_taken") == ["Node 10.0.0.4 (node3) stands ready as a spare."]
+    tell(wide, job, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+    wide.supervisors.done.add(job)
+    wide.steps()
+    assert wide.groups.held == {}
+
+
+def test_a_spare_that_dies_is_replaced_without_touching_the_ranks(wide: ControlPlane) -> None:
+    job = running(wide, num_nodes=2, resources={"spares": 1})
+    wide.groups.dead.add("node2")
+    wide.steps(2, seconds=FILL_EVERY_S)
+    assert (where(wide, job), spares(wide, job)) == (["node0", "node1"], ["node3"])
+    assert wide.store.job(job).attempt == 1
+
+
+def test_a_node_that_failed_its_checks_is_left_out_and_the_next_one_tried(
+    wide: ControlPlane,
+) -> None:
+    job = wide.submit(num_nodes=2)
+    wide.steps(2)
+    verdict = Verdict({"node1": Failure("its clock is +90 s off", False)}, 0.2, 2)
+    notice = preflight_told(verdict, {"node1": "10.0.0.2"})
+    event = EventDraft(notice.kind, wide.now, notice.message, notice.detail)
+    tell(wide, job, events=(event,))
+    resume = wide.controller.next_attempt(job, 1, notice.message)
+    assert [s.node_id for s in resume.nodes] == ["node0", "node2"]
+    assert wide.told(job, "node_quarantined") == [
+        "Node 10.0.0.2 (node1) is quarantined for 15 min: Its clock is +90 s off."
+    ]
+    assert wide.store.job(job).state is JobState.STARTING
+
+
+def test_a_node_that_grants_nothing_is_passed_over_for_a_while(wide: ControlPlane) -> None:
+    wide.groups.unwilling.add("node0")
+    job = wide.submit()
+    wide.steps()
+    assert wide.store.job(job).reason == (
+        "needs 1 node with 4 CPU slots; Ray didn't grant 10.0.0.1 (node0) yet"
+    )
+    wide.steps()
+    assert where(wide, job) == ["node1"]
+    wide.groups.unwilling.clear()
+    wide.now += UNWILLING_S
+    other = wide.submit("other")
+    wide.steps()
+    assert where(wide, other) == ["node0"]
+
+
+def test_the_autoscaler_is_asked_while_nodes_are_short_and_told_when_they_are_not(
+    tmp_path: Path,
+) -> None:
+    plane = ControlPlane(tmp_path, 4, fixed=False)
+    first = running(plane, "first")
+    assert plane.groups.wishes == [[]]
+    second = plane.submit("second", num_nodes=2)
+    plane.steps(3)
+    assert plane.groups.wishes[1:] == [[{"CPU": 4.0}] * 3]
+    plane.groups.total |= {"node1": 4, "node2": 4}
+    plane.steps(3)
+    assert where(plane, second) == ["node1", "node2"]
+    assert plane.groups.wishes[2:] == [[]]
+    # A lost node is asked for too.
+    plane.groups.dead.add("node0")
+    plane.supervisors.done.add(first)
+    plane.steps(3)
+    assert plane.groups.wishes[3:] == [[{"CPU": 4.0}] * 3]
+
+
+def test_users_take_turns(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, 4)
+    jobs = [plane.submit(f"a{i}", by="ann") for i in range(3)]
+    jobs += [plane.submit("b0", by="bob")]
+    for _ in jobs:
+        plane.steps(3)
+        (job,) = plane.supervisors.alive
+        tell(plane, job, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+        plane.supervisors.done.add(job)
+        plane.steps(2)
+    assert [r.job for r in plane.supervisors.started] == [jobs[0], jobs[3], jobs[1], jobs[2]]
+
+
+class TestPreemption:
+    def test_the_lower_job_is_asked_once_and_goes_back_into_the_queue(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        low = running(plane, "low", notifications={"webhook": "https://example.com/hook"})
+        high = plane.submit("high", resources={"priority": 5})
+        plane.steps(3)
+        (row,) = plane.store.controls(low)
+        control = row.control
+        assert (control.kind, control.by, row.state) == ("preempt", "the queue", "accepted")
+        assert control.reason == f"{high} has priority 5, this job 0"
+        assert plane.supervisors.asked[-1] == (low, [control])
+        assert plane.store.job(high).reason.endswith(f"waits for {low} to give nodes back")
+        told = EventDraft("ended", plane.now, "Back into the queue.", {})
+        tell(plane, low, events=(told,), transition=(JobState.QUEUED, Cause.PREEMPTED))
+        plane.supervisors.done.add(low)
+        assert plane.store.controls(low)[0].state == "applied"
+        assert plane.store.due_webhooks(plane.now) == []
+        plane.steps(3)
+        assert (plane.state(low), plane.state(high)) == ("queued", "starting")
+        tell(plane, high, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+        plane.supervisors.done.add(high)
+        plane.steps(3)
+        assert [(r.job, r.attempt) for r in plane.supervisors.started] == [
+            (low, 1),
+            (high, 1),
+            (low, 2),
+        ]
+
+    def test_a_job_that_cannot_go_is_not_asked_again_in_that_attempt(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        low = running(plane, "low")
+        plane.submit("high", resources={"priority": 5})
+        plane.steps(2)
+        key = plane.store.controls(low)[0].control.key
+        tell(plane, low, answers=(ControlAnswer(key, "refused", "no disk", 3),))
+        plane.steps(3)
+        assert len(plane.store.controls(low)) == 1
+        assert plane.state(low) == "running"
+
+    @pytest.mark.parametrize(
+        ("low", "high"),
+        [({}, {}), ({"preemptible": False}, {"priority": 5}), ({"priority": 5}, {"priority": 5})],
+    )
+    def test_equals_and_the_unpreemptible_keep_their_nodes(
+        self, tmp_path: Path, low: dict[str, Any], high: dict[str, Any]
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        job = running(plane, "low", resources=low)
+        plane.submit("high", resources=high)
+        plane.steps(3)
+        assert plane.store.controls(job) == []
+
+    def test_nobody_is_preempted_for_nodes_that_are_coming_back_anyway(
+        self, tmp_path: Path
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        ending, low = running(plane, "ending"), running(plane, "low")
+        tell(plane, ending, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+        high = plane.submit("high", resources={"priority": 5})
+        plane.steps(2)
+        assert plane.store.controls(low) == []
+        assert plane.store.job(high).reason.endswith(f"waits for {ending} to give nodes back")
+
+    def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(
+        self, tmp_path: Path
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        low = running(plane, "low", num_nodes=2)
+        plane.groups.dead.add("node1")
+        plane.supervisors.done.add(low)
+        plane.steps(3)
+        assert plane.state(low) == "recovering"
+        high = plane.submit("high", resources={"priority": 5})
+        plane.steps(5)
+        assert (plane.state(low), plane.state(high)) == ("queued", "starting")
+
+
+class TestSubmitTwice:
+    def test_a_submission_that_comes_again_is_the_same_job(self, plane: ControlPlane) -> None:
+        first = plane.submit("toy", key="mine")
+        assert plane.submit("toy", key="mine") == first
+        assert len(plane.store.jobs()) == len(list(plane.jobs_dir.iterdir())) == 1
+        assert plane.submit("toy", key="other") != first
+
+    def test_a_key_that_was_used_for_another_job_is_refused(
+        self, plane: ControlPlane, api: TestClient
+    ) -> None:
+        job = plane.submit("toy", key="mine")
+        with pytest.raises(SubmitConflictError, match=job):
+            plane.submit("another", key="mine")
+        text = plane.jobs_dir.parent / "text.txt"
+        spec = {"name": "third", "slots_per_node": 4, "data": {"source": str(text)}}
+        answer = api.post("/v1/jobs", json={"spec": spec, "key": "mine", "by": "ann"})
+        assert answer.status_code == 409
+        assert "was used to submit another job" in answer.json()["error"]
+
+    def test_two_at_the_same_time_are_one_job_with_one_directory(
+        self, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = plane.submit("toy", key="mine")
+        # The second has looked before the first was stored.
+        monkeypatch.setattr(plane.store, "job_of_key", lambda key: None)
+        assert plane.submit("toy", key="mine") == first
+        assert [folder.name for folder in plane.jobs_dir.iterdir()] == [first]
+
+
+class TestByHand:
+    def test_a_node_is_left_out_until_it_is_released_and_its_job_is_told(
+        self, plane: ControlPlane, api: TestClient
+    ) -> None:
+        job = running(plane)
+        body = {"reason": "fan is broken", "by": "ann", "seconds": None}
+        shown = api.post("/v1/nodes/10.0.0.1/quarantine", json=body).json()
+        assert shown["quarantine"]["reason"] == "Fan is broken."
+        assert plane.told(job, "node_quarantined") == [
+            "Node 10.0.0.1 (node0) is quarantined by ann until it is released: Fan is broken."
+        ]
+        assert plane.state(job) == "running"
+        (node,) = api.get("/v1/nodes").json()["nodes"]
+        assert node["held_by"] == [{"job": job, "slots": 4, "spare": False}]
+        assert node["quarantine"]["until"] is None
+        assert api.post("/v1/nodes/node0/release").json()["quarantine"] is None
+        again = api.post("/v1/nodes/node0/release")
+        assert again.status_code == 404 and "is not quarantined" in again.json()["error"]
+
+    def test_a_node_that_is_not_there_or_not_the_only_one_is_told(self, wide: ControlPlane) -> None:
+        desk = wide.controller.desk
+        with pytest.raises(NodeNotFoundError, match=r"no node 'node9'; there are 10\.0\.0\.1"):
+            desk.quarantine("node9", "x", "me", None, wide.now)
+        with pytest.raises(NodeNotFoundError, match="'node' could be node0, node1, node2, node3"):
+            desk.quarantine("node", "x", "me", None, wide.now)
+
+    def test_a_quarantined_node_that_is_gone_is_shown(self, wide: ControlPlane) -> None:
+        desk = wide.controller.desk
+        desk.quarantine("node2", "x", "me", 50.0, wide.now)
+        wide.groups.dead.add("node2")
+        (gone,) = [v for v in desk.view(wide.now) if not v.alive]
+        assert (gone.node_id, gone.address) == ("node2", "10.0.0.3")
+        assert desk.release_node("10.0.0.3", "me", wide.now).quarantine is None
+        assert all(v.alive for v in desk.view(wide.now))
+
+    def test_the_command_shows_quarantines_and_releases(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert call(["nodes", "quarantine", "10.0.0.1", "--reason", "hot", "--for", "2h"]) == 0
+        assert "10.0.0.1 quarantined by " in capsys.readouterr().out
+        assert call(["nodes"]) == 0
+        header, line = capsys.readouterr().out.splitlines()
+        assert header.split() == ["NODE", "ID", "FREE", "HELD", "BY", "STATE"]
+        assert "4/4 CPU" in line and line.endswith(": Hot.")
+        assert call(["nodes", "-o", "json"]) == 0
+        (node,) = json.loads(capsys.readouterr().out)
+        assert node["quarantine"]["kind"] == "by_hand"
+        assert call(["nodes", "release", "node0"]) == 0
+        assert capsys.readouterr().out == "10.0.0.1 ready\n"
+        assert call(["nodes", "release", "elsewhere"]) == 102
+        assert "`octavo nodes` shows the nodes" in capsys.readouterr().err
+        assert call(["nodes", "quarantine", "node0", "--reason", "x", "--for", "soon"]) == 2
+
+
+def test_an_older_store_gets_what_it_lacks(tmp_path: Path, plane: ControlPlane) -> None:
+    import sqlalchemy as sa
+
+    url = f"sqlite:///{tmp_path}/old.db"
+    store = Store(url)
+    engine = sa.create_engine(url)
+    with engine.begin() as db:
+        db.execute(sa.text("DROP TABLE quarantines"))
+        for column in ("submitted_by", "granted_at"):
+            db.execute(sa.text(f"ALTER TABLE jobs DROP COLUMN {column}"))
+    store.close()
+    again = Store(url)
+    spec = plane.store.job(plane.submit()).spec
+    again.add_job("a-1", spec, "/a", "a.yaml", 1.0, by="ann", key="k")
+    assert again.job("a-1").submitted_by == "ann"
+    assert again.nodes.quarantines() == []
+
+
+def test_a_node_is_named_by_address_and_the_beginning_of_its_id(plane: ControlPlane) -> None:
+    (node,) = plane.groups.capacities()
+    assert told_node(node) == "10.0.0.1 (node0)"
