@@ -10,12 +10,13 @@ timeline that was rolled back go first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from launch.process_end import Enlisted
 from launch.snapshots import Payload, SnapshotKey, StoredSnapshot, refuse_damaged
 
 Result = TypeVar("Result")
@@ -54,6 +55,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._held: dict[tuple[str, int], dict[SnapshotKey, StoredSnapshot]] = {}
         self._replicated: set[SnapshotKey] = set()
+        self._ranks = Enlisted()
 
     def ping(self) -> bool:
         """True: the actor is up."""
@@ -62,6 +64,14 @@ class Keeper:
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Run a function of ours on this node: this process is there at once."""
         return function(*arguments)
+
+    def enlist(self, pids: Sequence[int]) -> None:
+        """Remember the processes of the node's ranks, in place of those before them."""
+        self._ranks.replace(pids)
+
+    def end_ranks(self) -> list[int]:
+        """End by force those that still run, as frozen ones do; which of them don't end."""
+        return self._ranks.end()
 
     def put(
         self, key: SnapshotKey, payload: Payload, digest: str, *, replicated: bool = False

@@ -14,18 +14,52 @@ GONE_S = 10.0
 """Seconds that processes may take to disappear."""
 
 
-def end_processes(pids: Sequence[int]) -> list[int]:
-    """Wait for worker processes of this node to disappear, with SIGKILL's help; who is left."""
+class Enlisted:
+    """The ranks that were last started on this node, as far as their processes still run.
+
+    Whoever started them may be gone, and a rank that is frozen can't notice that.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        """When each process began: its number may be another's by now."""
+
+    def replace(self, pids: Sequence[int]) -> None:
+        """These are the ranks from now on."""
+        self._since = {pid: since for pid in pids if (since := _began(pid)) is not None}
+
+    def end(self) -> list[int]:
+        """End them by force; who is left after ``GONE_S``."""
+        theirs = [pid for pid, since in self._since.items() if _began(pid) == since]
+        self._since = {}
+        return end_processes(theirs, 0.0)
+
+
+def end_processes(pids: Sequence[int], patience_s: float = TERM_S) -> list[int]:
+    """Wait for worker processes of this node to disappear; who is left.
+
+    After ``patience_s`` with SIGKILL's help, which ends stopped ones too.
+    """
     started = time.monotonic()
     left = [pid for pid in pids if runs(pid)]
     while left and time.monotonic() - started < GONE_S:
-        if time.monotonic() - started > TERM_S:
+        if time.monotonic() - started >= patience_s:
             for pid in filter(is_ray_worker, left):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
         left = [pid for pid in left if runs(pid)]
     return left
+
+
+def _began(pid: int) -> float | None:
+    """When the process began, by the system's clock; None if there is none."""
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def runs(pid: int) -> bool:

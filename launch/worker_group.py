@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,9 @@ class WorkerGroup:
         """What each keeper held when it was last asked."""
         self._left: dict[str, list[int]] = {}
         """Processes on nodes that didn't answer when they were to end them."""
+        self._clearing: dict[Any, str] = {}
+        """Nodes that still have to say that no rank is left of a supervisor before this one."""
+        self._clear_until = 0.0
         self._keepers: dict[str, str] = {}
         """Each node's keeper, of all nodes that this group has been on."""
         self._ends: dict[int, RankEnd] = {}
@@ -93,6 +97,8 @@ class WorkerGroup:
         """A worker a slot: a standby one, the job's or the node's, or else a new one."""
         self._ends = {}
         self._settled.clear()
+        if not self._keepers:
+            self._end_strangers(seats)
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
         self._keepers |= {seat.node_id: seat.keeper for seat in seats}
         self._standby = _living(self._standby)
@@ -108,7 +114,7 @@ class WorkerGroup:
             if worker.info is None and worker.ready in self._settled:
                 with contextlib.suppress(Exception):  # ``ended`` tells what it was
                     worker.info = ray.get(worker.ready)
-        return all(worker.info is not None for worker in self._ranks)
+        return self._cleared() and all(worker.info is not None for worker in self._ranks)
 
     def master(self) -> tuple[str, int]:
         """Address of rank 0's node, and a port that was free there a moment ago.
@@ -125,6 +131,7 @@ class WorkerGroup:
         """Start the loops; each rank gets its node's keeper, its partners', and its sources."""
         order = list(dict.fromkeys(seat.keeper for seat in self._seats))
         keepers = {name: named_actor(name) for name in order}
+        self._enlist(keepers)
         for worker, seat, assignment in zip(self._ranks, self._seats, assignments, strict=True):
             ring = _ring(order, seat.keeper, assignment)
             holding = _holding(self._held, assignment)
@@ -142,6 +149,13 @@ class WorkerGroup:
             worker.run = worker.actor.run.remote(assignment, self._owner, handles)
             worker.log = str(assignment.log_path)
             self._follow(worker.run)
+
+    def _enlist(self, keepers: Mapping[str, Any]) -> None:
+        """Let each node's keeper know the processes of its ranks, which may outlive us."""
+        for name, keeper in keepers.items():
+            if keeper is not None:
+                seated = zip(self._ranks, self._seats, strict=True)
+                keeper.enlist.remote([w.info.pid for w, seat in seated if seat.keeper == name])
 
     def ended(self) -> tuple[RankEnd, ...]:
         """Ranks whose loop, or whose process, has ended."""
@@ -291,6 +305,31 @@ class WorkerGroup:
             if node_id in living:
                 # A dead node's processes are gone with it.
                 self._left[node_id] = pids[node_id]
+
+    def _end_strangers(self, seats: Sequence[Seat]) -> None:
+        """End ranks of a supervisor before this one: those that are frozen don't end themselves."""
+        for seat in seats:
+            if (keeper := named_actor(seat.keeper)) is not None:
+                reference = keeper.end_ranks.remote()
+                self._clearing[reference] = seat.node_ip
+                self._follow(reference)
+        self._clear_until = time.monotonic() + ANSWER_S
+
+    def _cleared(self) -> bool:
+        """Whether no rank of a supervisor before this one is left, as far as can be known."""
+        import ray
+
+        for reference in [r for r in self._clearing if r in self._settled]:
+            node_ip = self._clearing.pop(reference)
+            try:
+                if left := ray.get(reference):
+                    logger.error("processes %s of an attempt before do not end", left)
+            except ray.exceptions.RayError as error:
+                logger.warning("node %s does not say whether ranks are left: %s", node_ip, error)
+        if self._clearing and time.monotonic() > self._clear_until:
+            logger.warning("nodes %s don't say whether ranks are left", [*self._clearing.values()])
+            self._clearing = {}
+        return not self._clearing
 
     def _on_nodes(self, calls: Mapping[str, tuple[Any, ...]], timeout_s: float) -> Answers:
         """Calls by node: a function, then its arguments."""

@@ -132,10 +132,11 @@ class RayNodeGroups:
         import ray
         from ray.util import remove_placement_group
 
+        keepers = {seat.bundle: _actor(keeper_actor(job, seat.bundle)) for seat in seats}
+        _end_ranks([keeper for keeper in keepers.values() if keeper is not None])
         for seat in seats:
-            name = keeper_actor(job, seat.bundle)
-            self._answered.discard(name)
-            keeper = _actor(name)
+            self._answered.discard(keeper_actor(job, seat.bundle))
+            keeper = keepers[seat.bundle]
             if keeper is not None:
                 with contextlib.suppress(Exception):  # it may be gone already
                     ray.kill(keeper, no_restart=True)
@@ -186,6 +187,15 @@ class RayNodeGroups:
             else:
                 self._answered.add(name)
         return found
+
+
+def _end_ranks(keepers: Sequence[Any]) -> None:
+    """By force, those that still run on these nodes: a frozen rank notices nothing itself."""
+    import ray
+
+    asked = [keeper.end_ranks.remote() for keeper in keepers]
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=PING_S)
 
 
 def _start_keeper(job: str, seat: NodeSlot, group: Any, resource: Resource, keep: int) -> None:

@@ -141,6 +141,22 @@ def test_a_stopped_process_is_ended_too(group: WorkerGroup) -> None:
     assert not any(runs(pid) for pid in pids)
 
 
+def test_ranks_that_are_frozen_when_their_supervisor_dies_are_ended_by_the_next(
+    group: WorkerGroup, keeper: Any
+) -> None:
+    pids = launched(group)
+    for pid in pids:
+        os.kill(pid, 19)
+    following = WorkerGroup(JOB, None, worker_class=IdleWorker)
+    try:
+        following.start(seats())
+        until(following.ready)
+        assert not any(runs(pid) for pid in pids)
+        assert len(following.ended()) == 0
+    finally:
+        following.close()
+
+
 def test_stacks_are_taken_of_what_sleeps_and_of_what_is_stopped(
     group: WorkerGroup, keeper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
