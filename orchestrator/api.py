@@ -8,6 +8,8 @@
     GET  /v1/jobs/{job}/steps     ?after=&wait=&tensors=
     GET  /v1/jobs/{job}/records   incidents, actions, what supervisors knew beside a step
     GET  /v1/jobs/{job}/logs      ?rank=&attempt=&offset=&wait=
+    GET  /v1/jobs/{job}/stream    events and steps as server-sent events, and
+    GET  /v1/jobs/{job}/logs/stream   a rank's log (``orchestrator.api_stream``)
     POST /v1/jobs/{job}/cancel    {reason}
     POST /v1/jobs/{job}/resume    {reason}
     POST /v1/jobs/{job}/pause     {key, by, reason}, and so the next three
@@ -37,10 +39,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -49,14 +51,15 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from monitoring.prometheus import CONTENT_TYPE, exposition
 from orchestrator.api_controls import Line, Wait, add_controls
 from orchestrator.api_guard import Guard
+from orchestrator.api_logs import add_logs
 from orchestrator.api_nodes import add_nodes
+from orchestrator.api_stream import add_streams
 from orchestrator.controller import Controller, SubmitConflictError
-from orchestrator.lifecycle import JobState, TransitionRefused, nothing_to_do
+from orchestrator.lifecycle import TransitionRefused, nothing_to_do
 from orchestrator.node_desk import NodeNotFoundError
 from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of
-from orchestrator.spec_completion import slots_per_node
 from orchestrator.spec_errors import SpecError
 from orchestrator.store import Store
 from orchestrator.store_controls import (
@@ -64,14 +67,11 @@ from orchestrator.store_controls import (
     ControlRefusedError,
     UnknownControlError,
 )
-from orchestrator.store_rows import JobRow, UnknownJobError
+from orchestrator.store_rows import JobRow, UnknownJobError, settled
 
 logger = logging.getLogger(__name__)
 
 PAGE = 500
-LOG_CHUNK = 256 * 1024
-"""Bytes of a log in one answer."""
-
 After = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(ge=1, le=5000)]
 
@@ -118,18 +118,28 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     _add_errors(app)
     _add_commands(app, controller)
     _add_reads(app, controller)
-    add_controls(app, controller, partial(resolve, controller.store))
+    meant = partial(resolve, controller.store)
+    add_logs(app, controller.store, meant)
+    add_streams(app, controller, meant)
+    add_controls(app, controller, meant)
     add_nodes(app, controller)
     return app
 
 
 def _known_parameters(request: Request) -> None:
     """Refuse what nobody reads: who misspells a parameter would take the answer for another's."""
-    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    known = {field.alias for field in _query_fields(request.scope["route"].dependant)}
     for name in request.query_params:
         if name not in known:
             listed = f"it has {', '.join(sorted(known))}" if known else "it has none"
             raise HTTPException(422, f"no parameter is called {name!r} here; {listed}")
+
+
+def _query_fields(dependant: Dependant) -> Iterator[Any]:
+    """A route's own parameters, and those of what it depends on."""
+    yield from dependant.query_params
+    for part in dependant.dependencies:
+        yield from _query_fields(part)
 
 
 def resolve(store: Store, word: str) -> JobRow:
@@ -190,12 +200,6 @@ def _asked_of(job: str) -> Iterator[None]:
         yield
     except TransitionRefused as refused:
         raise HTTPException(409, nothing_to_do(job, refused)) from None
-
-
-def settled(row: JobRow) -> bool:
-    """Whether nothing more will happen by itself: ended or paused, and its nodes given back."""
-    at_rest = row.state.terminal or row.state is JobState.PAUSED
-    return at_rest and not row.placement_group
 
 
 def _add_commands(app: FastAPI, controller: Controller) -> None:
@@ -272,62 +276,6 @@ def _add_reads(app: FastAPI, controller: Controller) -> None:
             "actions": [a.to_json() for a in store.actions(row.id)],
             "contexts": [c.to_json() for c in store.contexts(row.id)],
         }
-
-    @app.get("/v1/jobs/{job}/logs")
-    def logs(
-        job: str,
-        rank: Annotated[int, Query(ge=0)] = 0,
-        attempt: Annotated[int | None, Query(ge=1)] = None,
-        offset: After = 0,
-        wait: Wait = 0,
-    ) -> dict[str, Any]:
-        row = resolve(store, job)
-        ranks = row.spec.num_nodes * slots_per_node(row.spec)
-        if rank >= ranks:
-            raise HTTPException(422, f"{row.id} has no rank {rank}, only 0 to {ranks - 1}")
-        number = attempt or row.attempt
-        file = Path(row.job_dir) / "logs" / f"attempt-{number}" / f"rank-{rank}.log"
-        deadline = time.monotonic() + wait
-        while True:
-            text, end = read_log(file, offset)
-            row = store.job(row.id)
-            left = deadline - time.monotonic()
-            # The next attempt's log is another file: a follower moves on to it.
-            if text or left <= 0 or settled(row) or (attempt is None and row.attempt != number):
-                break
-            time.sleep(min(0.2, left))
-        return {
-            "text": text,
-            "offset": end,
-            "attempt": number,
-            "rank": rank,
-            "exists": file.exists(),
-            "state": row.state.word,
-            "settled": settled(row),
-        }
-
-
-def read_log(file: Path, offset: int) -> tuple[str, int]:
-    """Text from byte ``offset`` on, a chunk at most, and where the next one begins.
-
-    Never splits a UTF-8 character; what is no UTF-8 is replaced.
-    """
-    try:
-        with file.open("rb") as log:
-            log.seek(offset)
-            data = log.read(LOG_CHUNK)
-    except OSError:
-        return "", offset
-    for cut in range(1, min(4, len(data)) + 1):
-        lead = data[-cut]
-        if lead >= 0xC0:
-            # A character's first byte; how many follow is in its high bits.
-            size = 2 + (lead >= 0xE0) + (lead >= 0xF0)
-            data = data[:-cut] if size > cut else data
-            break
-        if lead < 0x80:
-            break
-    return data.decode("utf-8", "replace"), offset + len(data)
 
 
 def _held(

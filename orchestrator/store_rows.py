@@ -85,6 +85,12 @@ def submitted_under(db: Connection, key: str) -> RowMapping | None:
     return db.execute(sa.select(jobs).where(jobs.c.submit_key == key)).mappings().one_or_none()
 
 
+def settled(row: JobRow) -> bool:
+    """Whether nothing more will happen by itself: ended or paused, and its nodes given back."""
+    at_rest = row.state.terminal or row.state is JobState.PAUSED
+    return at_rest and not row.placement_group
+
+
 def job_row(row: RowMapping) -> JobRow:
     """The row as a value."""
     values = {k: row[k] for k in JobRow.__dataclass_fields__}

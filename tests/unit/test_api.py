@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.api import read_log
 from orchestrator.api_guard import BODY_LIMIT
+from orchestrator.api_logs import read_log
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import EventDraft, SupervisorBatch
 from tests.unit.control_plane import TOKEN, ControlPlane

@@ -1,0 +1,172 @@
+"""What happens to a job as server-sent events, for pages and programs that listen.
+
+    GET /v1/jobs/{job}/stream       ?steps=&tensors=      events and steps; id ``<event>.<step>``
+    GET /v1/jobs/{job}/logs/stream  ?rank=&attempt=       a rank's log; id ``<attempt>.<offset>``
+
+Promises: who connects again with the id that it saw last (``Last-Event-ID``, or ``?after=``) gets
+what followed, each once, in order; nothing is dropped however slow the reader, for everything is
+read from the store when it can be sent. The stream ends with an event ``settled``, after which
+nothing more will happen by itself. A listener takes no thread while it waits, and reads at most
+every ``READ_S``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, HTTPException, Query
+from fastapi.concurrency import run_in_threadpool
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from orchestrator.api_logs import LogPlace, log_page, log_place
+from orchestrator.controller import Controller
+from orchestrator.store_rows import JobRow, settled
+
+READ_S = 0.25
+"""Seconds between two reads of one listener at least: steps may come by the dozen a second."""
+LOOK_S = 5.0
+"""Seconds after which a listener looks although nothing was told."""
+LOG_LOOK_S = 0.5
+"""The same for logs, which the ranks write without telling anybody."""
+PAGE = 500
+
+_PLACE = re.compile(r"(\d{1,18})\.(\d{1,18})")
+
+Place = Annotated[str | None, Query(pattern=_PLACE.pattern, max_length=40)]
+LastId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=40)]
+
+
+class Bell:
+    """Wakes the listeners of an event loop when the controller has stored something.
+
+    One thread for all of them, as long as there are any.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._lock = threading.Lock()
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self._thread: threading.Thread | None = None
+
+    async def wait(self, seen: int, timeout_s: float) -> None:
+        """Return once the count of changes isn't ``seen`` any more, or the time is over."""
+        rung = asyncio.Event()
+        with self._lock:
+            self._waiting[rung] = asyncio.get_running_loop()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._listen, name="bell", daemon=True)
+                self._thread.start()
+        try:
+            if self._controller.changes() == seen:
+                async with asyncio.timeout(timeout_s):
+                    await rung.wait()
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._waiting.pop(rung, None)
+
+    def _listen(self) -> None:
+        seen = self._controller.changes()
+        while True:
+            now = self._controller.wait_for_change(seen, LOOK_S)
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                if now == seen:
+                    continue
+                for rung, loop in self._waiting.items():
+                    loop.call_soon_threadsafe(rung.set)
+                self._waiting.clear()
+            seen = now
+
+
+def add_streams(app: FastAPI, controller: Controller, resolve: Callable[[str], JobRow]) -> None:
+    """The two routes. ``resolve``: the job meant by a word, or an error that the app answers."""
+    store, bell = controller.store, Bell(controller)
+
+    def meant(job: str) -> JobRow:
+        # A dependency, so that an unknown job is an answer and no stream that breaks off.
+        return resolve(job)
+
+    @app.get("/v1/jobs/{job}/stream", response_class=EventSourceResponse)
+    async def stream(
+        row: JobRow = Depends(meant),
+        place: tuple[int, int] = Depends(_place),
+        steps: bool = True,
+        tensors: bool = False,
+    ) -> AsyncIterator[ServerSentEvent]:
+        event, step = place
+
+        def read() -> tuple[JobRow, list[dict[str, Any]], list[dict[str, Any]]]:
+            # The job first: once it is settled, what is read after that is all.
+            now = store.job(row.id)
+            rows = store.steps(row.id, step, PAGE) if steps else []
+            return now, store.events(row.id, event, PAGE), rows
+
+        while True:
+            seen = controller.changes()
+            now, told, done = await run_in_threadpool(read)
+            for one in told:
+                event = one["id"]
+                yield _sent("event", one, f"{event}.{step}")
+            for one in done:
+                step = one["id"]
+                yield _sent("step", one if tensors else {**one, "tensors": {}}, f"{event}.{step}")
+            if not told and not done:
+                if settled(now):
+                    yield _sent("settled", {"state": now.state.word}, f"{event}.{step}")
+                    return
+                await bell.wait(seen, LOOK_S)
+            await asyncio.sleep(READ_S)
+
+    def log_start(
+        row: JobRow = Depends(meant),
+        place: tuple[int, int] = Depends(_place),
+        rank: Annotated[int, Query(ge=0)] = 0,
+        attempt: Annotated[int | None, Query(ge=1)] = None,
+    ) -> LogPlace:
+        return log_place(row, rank, attempt, *place)
+
+    @app.get("/v1/jobs/{job}/logs/stream", response_class=EventSourceResponse)
+    async def stream_logs(
+        row: JobRow = Depends(meant), place: LogPlace = Depends(log_start)
+    ) -> AsyncIterator[ServerSentEvent]:
+        def read(at: LogPlace) -> tuple[JobRow, str, LogPlace]:
+            now = store.job(row.id)
+            return now, *log_page(row, at)
+
+        while True:
+            now, text, after = await run_in_threadpool(read, place)
+            if text:
+                place = after
+                told = {"attempt": place.attempt, "rank": place.rank, "text": text}
+                yield _sent("log", told, f"{place.attempt}.{place.offset}")
+            elif place.follows and place.attempt < now.attempt:
+                place = place.next()
+            elif settled(now) or (not place.follows and place.attempt < now.attempt):
+                yield _sent("settled", {"state": now.state.word}, f"{place.attempt}.{place.offset}")
+                return
+            else:
+                await asyncio.sleep(LOG_LOOK_S)
+
+
+def _place(after: Place = None, last: LastId = None) -> tuple[int, int]:
+    """Where to go on; a browser that connects again sends the header beside the old query."""
+    asked = last or after
+    if asked is None:
+        return 0, 0
+    found = _PLACE.fullmatch(asked)
+    if found is None:
+        raise HTTPException(422, f"Last-Event-ID {asked!r} is no id of this stream, as 12.340")
+    return int(found[1]), int(found[2])
+
+
+def _sent(kind: str, data: dict[str, Any], place: str) -> ServerSentEvent:
+    return ServerSentEvent(raw_data=json.dumps(data), event=kind, id=place)
