@@ -16,8 +16,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator import cli_control, cli_nodes, cli_plan
-from orchestrator.cli_control import KeyOption
+from orchestrator import cli_control, cli_dashboard, cli_nodes, cli_plan
 from orchestrator.cli_options import (
     HomeOption,
     JobArgument,
@@ -306,6 +305,7 @@ def down(output: OutputOption = Output.table, home: HomeOption = None) -> None:
 cli_control.register(app)
 cli_nodes.register(app)
 cli_plan.register(app)
+cli_dashboard.register(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
