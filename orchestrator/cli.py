@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from orchestrator import cli_control, cli_dashboard, cli_nodes, cli_plan
+from orchestrator.cli_control import KeyOption
 from orchestrator.cli_options import (
     HomeOption,
     JobArgument,
