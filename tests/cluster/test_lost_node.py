@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from launch.keeper import Keeper
+from launch.rank_group import Seat
+from launch.worker_group import WorkerGroup
 from monitoring.job_view import split_timelines
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
@@ -27,6 +30,7 @@ from orchestrator.protocol import (
 from orchestrator.spec import JobSpec
 from orchestrator.supervisor import Supervisor
 from tests.cluster.supervised import JOB, StoringController, SupervisedJob, small_spec
+from tests.cluster.test_worker_group import IdleWorker, assigned, runs, until
 from tests.incidents.local_ranks import run_job
 
 NODES = 2
@@ -125,7 +129,7 @@ class SpreadJob(SupervisedJob):
                 ray.kill(ray.get_actor(keeper_actor(JOB, place), namespace=NAMESPACE))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     quick = {
         "health_check_initial_delay_ms": 1000,
@@ -139,6 +143,51 @@ def cluster() -> Iterator[Cluster]:
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+def test_a_node_that_does_not_answer_holds_up_no_end_and_is_asked_again(cluster: Cluster) -> None:
+    nodes = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")][:NODES]
+    names = [f"octavo-keeper-silent-{node['NodeID']}" for node in nodes]
+    keepers = [
+        ray.remote(Keeper)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_concurrency=8,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        .remote()
+        for name, node in zip(names, nodes, strict=True)
+    ]
+    ray.get([keeper.ping.remote() for keeper in keepers], timeout=60)
+    seats = [
+        Seat(node["NodeID"], node["NodeManagerAddress"], 1, name)
+        for name, node in zip(names, nodes, strict=True)
+    ]
+    group = WorkerGroup("silent", None, worker_class=IdleWorker)
+    group.start(seats)
+    until(group.ready)
+    group.run([assigned(rank, "") for rank in range(NODES)])
+    pids = [worker.info.pid for worker in group._ranks]
+    (frozen,) = [n for n in cluster.worker_nodes if n.node_id == nodes[1]["NodeID"]]
+    raylet = psutil.Process(frozen.all_processes["raylet"][0].process.pid)
+    stopped = [raylet, *raylet.children(recursive=True)]
+    for process in stopped:
+        process.suspend()
+    try:
+        assert group.stacks()[1].tool == "none" and group.stacks()[0].tool == "py-spy"
+        group.kill()
+        assert not runs(pids[0]), "the node that answers has ended its rank"
+        assert runs(pids[1])
+    finally:
+        for process in stopped:
+            process.resume()
+    until(lambda: ray.get(keepers[1].ping.remote(), timeout=30))
+    group.close()
+    assert not runs(pids[1])
+    for keeper in keepers:
+        ray.kill(keeper)
 
 
 def test_a_lost_nodes_rank_goes_on_elsewhere_from_its_partners_copy_to_the_bit(
