@@ -11,7 +11,7 @@
     GET  /v1/jobs/{job}/stream    events and steps as server-sent events, and
     GET  /v1/jobs/{job}/logs/stream   a rank's log (``orchestrator.api_stream``)
     POST /v1/jobs/{job}/cancel    {reason}
-    POST /v1/jobs/{job}/resume    {reason}
+    POST /v1/jobs/{job}/resume    {reason, parallelism}
     POST /v1/jobs/{job}/pause     {key, by, reason}, and so the next three
     POST /v1/jobs/{job}/rollback  {to_step, skip}
     POST /v1/jobs/{job}/precision {layers, to}
@@ -55,6 +55,7 @@ from orchestrator.api_logs import add_logs
 from orchestrator.api_nodes import add_nodes
 from orchestrator.api_stream import add_streams
 from orchestrator.controller import Controller, SubmitConflictError
+from orchestrator.degrees import Word
 from orchestrator.lifecycle import TransitionRefused, nothing_to_do
 from orchestrator.node_desk import NodeNotFoundError
 from orchestrator.notices import backend_detail
@@ -108,6 +109,12 @@ class Ask(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reason: str = Field("asked over the API", max_length=1000)
+
+
+class AskToResume(Ask):
+    """Why, and with which degrees from now on."""
+
+    parallelism: dict[Word, int] = {}
 
 
 def create_app(controller: Controller, token: str) -> FastAPI:
@@ -219,10 +226,10 @@ def _add_commands(app: FastAPI, controller: Controller) -> None:
             return job_json(controller.cancel(row.id, (body or Ask()).reason))
 
     @app.post("/v1/jobs/{job}/resume")
-    def resume(job: str, body: Ask | None = None) -> dict[str, Any]:
-        row = resolve(controller.store, job)
+    def resume(job: str, body: AskToResume | None = None) -> dict[str, Any]:
+        row, asked = resolve(controller.store, job), body or AskToResume()
         with _asked_of(row.id):
-            return job_json(controller.resume(row.id, (body or Ask()).reason))
+            return job_json(controller.resume(row.id, asked.reason, asked.parallelism))
 
 
 def _add_reads(app: FastAPI, controller: Controller) -> None:

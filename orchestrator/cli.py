@@ -18,6 +18,7 @@ import typer
 
 from orchestrator import cli_control, cli_dashboard, cli_nodes, cli_plan
 from orchestrator.cli_control import KeyOption
+from orchestrator.cli_degrees import degrees_of
 from orchestrator.cli_options import (
     HomeOption,
     JobArgument,
@@ -268,9 +269,22 @@ def cancel(
 
 
 @app.command()
-def resume(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
-    """Let a paused, cancelled or failed job go on from its newest checkpoint."""
-    queued = client_of(home).resume(job, f"resumed by {user()}")
+def resume(
+    job: JobArgument,
+    parallelism: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parallelism",
+            metavar="WORD=N,…",
+            help="Other degrees: tensor, pipeline, data, zero_stage, num_nodes, slots_per_node.",
+        ),
+    ] = None,
+    output: OutputOption = Output.table,
+    home: HomeOption = None,
+) -> None:
+    """Let a paused, cancelled or failed job go on from its newest checkpoint, on any degrees."""
+    degrees = degrees_of(parallelism or [])
+    queued = client_of(home).resume(job, f"resumed by {user()}", degrees)
     if output is Output.json:
         print_json(queued)
         return

@@ -160,9 +160,12 @@ class Client:
         """Ask for the job's end."""
         return self._post(_path(job, "cancel"), {"reason": reason})
 
-    def resume(self, job: str, reason: str) -> dict[str, Any]:
-        """Queue a paused job again."""
-        return self._post(_path(job, "resume"), {"reason": reason})
+    def resume(
+        self, job: str, reason: str, degrees: Mapping[str, int] | None = None
+    ) -> dict[str, Any]:
+        """Queue a paused job again, with other ``degrees`` where any are given."""
+        asked = {"reason": reason, **({"parallelism": dict(degrees)} if degrees else {})}
+        return self._post(_path(job, "resume"), asked)
 
     def rollback(
         self, job: str, to_step: int, skip: Sequence[int] = (), **ask: Any

@@ -22,6 +22,7 @@ from typing import Any
 from monitoring.prometheus import Numbers
 from orchestrator.config import QuarantineConfig
 from orchestrator.controls import STOPS, Control, in_vain, refused_at_once
+from orchestrator.degrees import Word, as_asked, other_degrees
 from orchestrator.ending import end_of
 from orchestrator.fair_queue import in_order
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
@@ -156,12 +157,22 @@ class Controller:
             self._notify()
         return self.store.job(job)
 
-    def resume(self, job: str, reason: str) -> JobRow:
+    def resume(self, job: str, reason: str, degrees: Mapping[Word, int] | None = None) -> JobRow:
         """Queue a paused, cancelled or failed job again; else ``TransitionRefused``.
 
-        Its next attempt starts from the newest state that was saved.
+        Its next attempt starts from the newest state that was saved, on any ``degrees``: those
+        given replace the job's own. Raises ``SpecError`` for what it can't be split into.
         """
-        self.store.change(job, Cause.RESUME_ASKED, reason, self._clock())
+        now = self._clock()
+        if degrees:
+            before = self.store.job(job)
+            asked = Source(f"{job} --parallelism", as_asked(before.spec, degrees), {})
+            spec = spec_of(asked)
+            check_factory_model(spec, asked.file)
+            self.store.resume_as(job, spec, reason, other_degrees(spec, now), now)
+            (Path(before.job_dir) / "spec.yaml").write_text(spec_yaml(spec))
+        else:
+            self.store.change(job, Cause.RESUME_ASKED, reason, now)
         self._notify()
         return self.store.job(job)
 

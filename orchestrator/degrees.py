@@ -8,12 +8,19 @@ never grows, since it was chosen to fit a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
 
 from launch.config import TrainingConfig
-from orchestrator.spec import JobSpec
+from orchestrator.protocol import EventDraft
+from orchestrator.spec import JobSpec, spec_data
 from orchestrator.spec_completion import slots_per_node
 from orchestrator.spec_deepspeed import check_deepspeed
+
+Word = Literal["tensor", "pipeline", "data", "zero_stage", "num_nodes", "slots_per_node"]
+WORDS: tuple[Word, ...] = get_args(Word)
+"""What of a job's degrees may be asked for anew; ``slots_per_node`` are GPUs where it has those."""
 
 
 class DegreesRefusedError(ValueError):
@@ -37,6 +44,9 @@ def on_nodes(spec: JobSpec, nodes: int) -> JobSpec:
     fitted = spec.model_copy(
         update={
             "num_nodes": nodes,
+            "snapshots": spec.snapshots.model_copy(
+                update={"replicas": _copies(spec.snapshots.replicas, nodes)}
+            ),
             "parallelism": degrees.model_copy(update={"data": replicas}),
             "training": spec.training.model_copy(update=_batch(spec.training, replicas)),
         }
@@ -48,6 +58,37 @@ def on_nodes(spec: JobSpec, nodes: int) -> JobSpec:
     return fitted
 
 
+def as_asked(spec: JobSpec, asked: Mapping[Word, int]) -> dict[str, Any]:
+    """Values of the completed ``spec`` with other degrees, still to be checked as a job's.
+
+    What isn't asked for stays, but for the replicas, which are as many as the slots then make,
+    and slots a node, which are as many as degrees asked for need.
+    """
+    values = spec_data(spec)
+    slots_key = "gpus_per_node" if spec.gpus_per_node else "slots_per_node"
+    degrees = {
+        **values["parallelism"],
+        **{word: asked[word] for word in ("tensor", "pipeline", "zero_stage") if word in asked},
+    }
+    values["num_nodes"] = nodes = asked.get("num_nodes", spec.num_nodes)
+    one_replica = degrees["tensor"] * degrees["pipeline"]
+    if "data" in asked and "slots_per_node" not in asked:
+        values[slots_key] = math.ceil(one_replica * asked["data"] / max(nodes, 1))
+    else:
+        values[slots_key] = asked.get("slots_per_node", slots_per_node(spec))
+    degrees["data"] = asked.get("data")
+    replicas = asked.get("data") or max(1, nodes * values[slots_key] // max(one_replica, 1))
+    training = dict(values["training"])
+    training.pop("gradient_accumulation_steps")
+    share = training["train_batch_size"] // replicas
+    micro = training["train_micro_batch_size_per_gpu"]
+    # Where the batch can't be shared, the check of the whole says so.
+    fitting = (n for n in range(min(micro, share), 0, -1) if share % n == 0)
+    training["train_micro_batch_size_per_gpu"] = next(fitting, 1)
+    snapshots = {**values["snapshots"], "replicas": _copies(spec.snapshots.replicas, nodes)}
+    return {**values, "parallelism": degrees, "training": training, "snapshots": snapshots}
+
+
 def node_counts(spec: JobSpec, least: int) -> Iterator[int]:
     """Numbers of nodes that the completed ``spec`` can run on, its own first, down to ``least``."""
     for nodes in range(spec.num_nodes, least - 1, -1):
@@ -56,6 +97,24 @@ def node_counts(spec: JobSpec, least: int) -> Iterator[int]:
         except DegreesRefusedError:
             continue
         yield nodes
+
+
+def other_degrees(spec: JobSpec, now: float) -> EventDraft:
+    """A job goes on with the degrees of ``spec``."""
+    degrees, training = spec.parallelism, spec.training
+    message = (
+        f"Degrees from here on: tensor {degrees.tensor}, pipeline {degrees.pipeline}, data "
+        f"{degrees.data}, ZeRO {degrees.zero_stage}, on {spec.num_nodes} nodes with "
+        f"{slots_per_node(spec)} slots; {training.gradient_accumulation_steps} micro-batches of "
+        f"{training.train_micro_batch_size_per_gpu} a step."
+    )
+    detail = {**degrees.model_dump(), "num_nodes": spec.num_nodes}
+    return EventDraft("degrees", now, message, detail)
+
+
+def _copies(asked: int | None, nodes: int) -> int:
+    """Nodes that may hold a copy of a snapshot of another."""
+    return min(asked or 0, max(nodes - 1, 0))
 
 
 def _batch(training: TrainingConfig, replicas: int) -> dict[str, int]:

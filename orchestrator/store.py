@@ -171,6 +171,18 @@ class Store:
             set_state(db, row, cause, after, reason, time, detail)
             return after
 
+    def resume_as(
+        self, job: str, spec: JobSpec, reason: str, told: EventDraft, time: float
+    ) -> None:
+        """Queue a job again with another spec, which ``told`` tells; else ``TransitionRefused``."""
+        with self._write() as db:
+            row = stored_job(db, job)
+            after = next_state(state_named(row["state"]), Cause.RESUME_ASKED)
+            set_state(db, row, Cause.RESUME_ASKED, after, reason, time, {})
+            given = {"spec": dump(spec_data(spec))}
+            db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
+            add_event(db, job, row["attempt"], told)
+
     def grant(self, job: str, placement_group: str, nodes: Sequence[NodeSlot], time: float) -> None:
         """Give a queued job its nodes."""
         with self._write() as db:

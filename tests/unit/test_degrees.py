@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.degrees import DegreesRefusedError, node_counts, on_nodes
-from orchestrator.spec import JobSpec, parse_spec, spec_yaml
+from orchestrator.degrees import DegreesRefusedError, Word, as_asked, node_counts, on_nodes
+from orchestrator.spec import JobSpec, parse_spec, spec_of, spec_yaml
 from orchestrator.spec_completion import complete
+from orchestrator.spec_errors import Source, SpecError
 
 
 def job(**values: Any) -> JobSpec:
@@ -61,6 +62,7 @@ def test_counts_begin_with_all_nodes_and_end_with_the_least() -> None:
     assert list(node_counts(job(), 2)) == [4, 2]
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     nodes=st.integers(1, 6),
     slots=st.integers(1, 4),
@@ -85,3 +87,44 @@ def test_what_is_offered_is_a_spec_that_passes_all_checks(
         assert parse_spec(spec_yaml(fitted), "fitted", check_data=False) == fitted
         assert fitted.training.train_batch_size == spec.training.train_batch_size
         assert (fitted.training.train_micro_batch_size_per_gpu or 0) <= micro
+
+
+def asked(spec: JobSpec, **degrees: int) -> JobSpec:
+    words: dict[Word, int] = degrees  # type: ignore[assignment]
+    return spec_of(Source("resume", as_asked(spec, words), {}), check_data=False)
+
+
+class TestAsked:
+    def test_other_stages_make_replicas_of_the_same_slots(self) -> None:
+        found = asked(job(), pipeline=4)
+        assert (found.parallelism.pipeline, found.parallelism.data) == (4, 2)
+        assert found.training.train_batch_size == 16
+        assert found.training.gradient_accumulation_steps == 4
+
+    def test_fewer_replicas_leave_slots_free(self) -> None:
+        found = asked(job(), data=2)
+        assert (found.num_nodes, found.slots_per_node) == (4, 1)
+        assert asked(job(), data=2, num_nodes=1).slots_per_node == 4
+
+    def test_gpus_are_counted_as_gpus(self) -> None:
+        found = asked(job(slots_per_node=None, gpus_per_node=2), data=2, num_nodes=2)
+        assert (found.gpus_per_node, found.slots_per_node) == (2, None)
+
+    def test_nothing_asked_for_changes_nothing(self) -> None:
+        assert asked(job()) == job()
+
+    @pytest.mark.parametrize(
+        ("degrees", "told"),
+        [
+            ({"tensor": 3}, "doesn't divide"),
+            ({"pipeline": 8}, "leave a stage empty"),
+            ({"data": 3, "num_nodes": 3}, "isn't divisible by 3 replicas"),
+            ({"zero_stage": 3}, "make it 1, and raise"),
+            ({"tensor": 0}, "greater than or equal to 1"),
+        ],
+    )
+    def test_an_impossible_split_is_refused_in_the_specs_words(
+        self, degrees: dict[str, int], told: str
+    ) -> None:
+        with pytest.raises(SpecError, match=told):
+            asked(job(model={"num_layers": 4, "num_heads": 4}), **degrees)
