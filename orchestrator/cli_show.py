@@ -140,7 +140,10 @@ def print_job(job: Mapping[str, Any]) -> None:
         "submitted": clock(job["submitted_at"]),
         "started": clock(job["started_at"]),
         "ended": clock(job["ended_at"]),
-        "nodes": ", ".join(f"{n['node_ip']} ({n['slots']} slots)" for n in job["nodes"]),
+        "nodes": ", ".join(
+            f"{n['node_ip']} ({'spare' if n.get('spare') else str(n['slots']) + ' slots'})"
+            for n in job["nodes"]
+        ),
     }
     for name, value in rows.items():
         if value not in ("", None):

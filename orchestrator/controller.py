@@ -27,7 +27,7 @@ from orchestrator.ending import end_of
 from orchestrator.fair_queue import in_order
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.lost_supervisor import supervisor_lost
-from orchestrator.node_desk import NodeDesk
+from orchestrator.node_desk import NodeDesk, Sight
 from orchestrator.node_groups import NodeGroups
 from orchestrator.notices import decided, seen
 from orchestrator.preemption import Preemption, ticket_of
@@ -283,15 +283,17 @@ class Controller:
             [ticket_of(row) for row in holding],
             self.store.served_at() if queued else {},
         )
+        # One look for all of them: a queue may be long.
+        sight = self.desk.sight(now)
         ahead = ""
         waiting: list[JobRow] = []
         moved = False
         for row in (rows[ticket.job] for ticket in order):
-            ever = self.desk.fit(row, now).ever
+            ever = sight.fit(row).ever
             if ahead and ever:
                 self._turn(row, now, partial(self._wait, reason=f"waits behind {ahead}"))
                 continue
-            act = partial(self._admit_one, holding=() if ahead else holding)
+            act = partial(self._admit_one, sight=sight, holding=() if ahead else holding)
             admitted = self._turn(row, now, act)
             if admitted:
                 # The next pass sees what is left.
@@ -303,8 +305,8 @@ class Controller:
         self.desk.wish(waiting, holding, now)
         return moved
 
-    def _admit_one(self, row: JobRow, now: float, holding: Sequence[JobRow] = ()) -> bool:
-        answer = self.desk.fit(row, now)
+    def _admit_one(self, row: JobRow, now: float, sight: Sight, holding: Sequence[JobRow]) -> bool:
+        answer = sight.fit(row)
         # One that ran before did fit: what is missing was lost, and may come back.
         if not answer.ever and self._fixed and row.attempt == 0:
             self.store.change(row.id, Cause.CAN_NEVER_FIT, f"can never fit: {answer.reason}", now)
@@ -312,7 +314,9 @@ class Controller:
         missing = answer.reason or self.desk.admit(row, now)
         if not missing:
             return True
-        room = self._preemption.make_room(row, holding, self._open, now) if answer.ever else ""
+        room = ""
+        if answer.ever:
+            room = self._preemption.make_room(row, holding, self._open, sight)
         return self._wait(row, now, f"{missing}; {room}" if room else missing)
 
     def _wait(self, row: JobRow, now: float, reason: str) -> bool:

@@ -49,6 +49,8 @@ UNWILLING_S = 30.0
 """Seconds for which a node that Ray didn't grant is passed over."""
 FILL_EVERY_S = 2.0
 """Seconds between two looks for spares."""
+GIVEN_UP_S = 10.0
+"""Seconds for which a job that gave up its spares looks for no others."""
 
 
 class NodeNotFoundError(KeyError):
@@ -79,6 +81,23 @@ class NodeView:
         return row
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Nodes and quarantines at one time."""
+
+    nodes: list[NodeCapacity]
+    quarantines: list[Quarantine]
+    now: float
+
+    def barred(self, job: str) -> dict[str, Barred]:
+        """Nodes that ``job`` can't be given."""
+        return barring(self.quarantines, self.nodes, job, self.now)
+
+    def fit(self, row: JobRow) -> Fit:
+        """Whether a queued job can be given its nodes, now and ever."""
+        return fit(need_of(row.spec), self.nodes, self.barred(row.id))
+
+
 class NodeDesk:
     """The nodes of one controller."""
 
@@ -105,20 +124,23 @@ class NodeDesk:
 
     # -- jobs that wait
 
-    def fit(self, row: JobRow, now: float) -> Fit:
-        """Whether a queued job can be given its nodes, now and ever."""
-        nodes = self._capacities(now)
-        return fit(need_of(row.spec), nodes, self._barred(row.id, nodes, now))
+    def sight(self, now: float) -> Sight:
+        """The nodes as they are now, for all decisions of a pass."""
+        return Sight(self._capacities(now), self._store.nodes.quarantines(), now)
 
-    def fits_without(self, row: JobRow, others: Sequence[JobRow], now: float) -> bool:
-        """Whether a queued job would fit once ``others`` had given their nodes back."""
-        nodes = self._capacities(now)
+    def fits_without(
+        self, row: JobRow, others: Sequence[JobRow], sight: Sight, *, spares: bool = False
+    ) -> bool:
+        """Whether a queued job would fit once ``others`` had given back their nodes, or only
+        their ``spares``."""
+        nodes = sight.nodes
         back: dict[tuple[str, str], float] = {}
         for other in others:
             resource = need_of(other.spec).resource
             for seat in other.nodes:
-                key = (seat.node_id, resource)
-                back[key] = back.get(key, 0.0) + seat.slots
+                if seat.spare or not spares:
+                    key = (seat.node_id, resource)
+                    back[key] = back.get(key, 0.0) + seat.slots
         freed = [
             replace(
                 node,
@@ -129,7 +151,7 @@ class NodeDesk:
             )
             for node in nodes
         ]
-        return fit(need_of(row.spec), freed, self._barred(row.id, nodes, now)).now
+        return fit(need_of(row.spec), freed, sight.barred(row.id)).now
 
     def admit(self, row: JobRow, now: float) -> str:
         """Give a queued job its nodes; empty, or why it has to wait."""
@@ -236,6 +258,19 @@ class NodeDesk:
             self._store.replace_nodes(row.id, (*kept, *found), *told)
             self._groups.give_back(row.id, bad)
         return tuple(seat for seat in (*kept, *found) if seat.spare)
+
+    def give_up_spares(self, row: JobRow, to: str, now: float) -> None:
+        """Take a job's spares from it, for another one that is more important."""
+        with self._placing:
+            row = self._store.job(row.id)
+            given = [seat for seat in row.nodes if seat.spare]
+            message = f"Its spares, {_told_nodes(given)}, go to {to}, which has a higher priority."
+            event = EventDraft("spares_given_up", now, message, {"to": to})
+            kept = [seat for seat in row.nodes if not seat.spare]
+            self._store.replace_nodes(row.id, kept, event)
+            self._groups.give_back(row.id, given)
+            # The other one comes first.
+            self._filled[row.id] = now + GIVEN_UP_S
 
     def release(self, row: JobRow) -> None:
         """Give back all that the job holds."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ GRANT_TIMEOUT_S = 5.0
 """Seconds in which Ray reserves seats that fit, of all together; it takes milliseconds."""
 PING_S = 3.0
 """Seconds that the keepers of a group may take to answer."""
+STARTING_S = 60.0
+"""Seconds that a keeper may take to start on an overworked node."""
 
 
 class NodeGroups(Protocol):
@@ -63,8 +66,8 @@ class RayNodeGroups:
     """Groups on the Ray cluster that this process belongs to."""
 
     def __init__(self) -> None:
-        self._answered: set[str] = set()
-        """Keepers that have answered: one that still starts is not lost for being silent."""
+        self._started: dict[str, float] = {}
+        """When this process started a keeper: one that is young is not lost for being silent."""
 
     def capacities(self) -> list[NodeCapacity]:
         import ray
@@ -110,6 +113,7 @@ class RayNodeGroups:
             return refused
         for seat, group in groups.items():
             _start_keeper(job, seat, group, resource, keep)
+            self._started[keeper_actor(job, seat.bundle)] = time.monotonic()
         return []
 
     def lost(self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int) -> set[int]:
@@ -135,7 +139,7 @@ class RayNodeGroups:
         keepers = {seat.bundle: _actor(keeper_actor(job, seat.bundle)) for seat in seats}
         _end_ranks([keeper for keeper in keepers.values() if keeper is not None])
         for seat in seats:
-            self._answered.discard(keeper_actor(job, seat.bundle))
+            self._started.pop(keeper_actor(job, seat.bundle), None)
             keeper = keepers[seat.bundle]
             if keeper is not None:
                 with contextlib.suppress(Exception):  # it may be gone already
@@ -180,12 +184,11 @@ class RayNodeGroups:
             try:
                 ray.get(reference, timeout=0)
             except ray.exceptions.GetTimeoutError:
-                if name in self._answered:
+                age = time.monotonic() - self._started.get(name, -math.inf)
+                if age > STARTING_S:
                     found[bundle] = "silent"
             except ray.exceptions.RayError:
                 found[bundle] = "dead"
-            else:
-                self._answered.add(name)
         return found
 
 

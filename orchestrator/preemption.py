@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from orchestrator.controls import Control, in_vain
 from orchestrator.fair_queue import Ticket, victims
 from orchestrator.lifecycle import JobState
-from orchestrator.node_desk import NodeDesk
+from orchestrator.node_desk import NodeDesk, Sight
 from orchestrator.placement import need_of
 from orchestrator.store import Store
 from orchestrator.store_controls import UnknownControlError
@@ -48,24 +48,30 @@ class Preemption:
         row: JobRow,
         holding: Sequence[JobRow],
         asked: Mapping[str, Sequence[Control]],
-        now: float,
+        sight: Sight,
     ) -> str:
         """Ask for what ``row`` needs, unless enough is on its way; what it waits for, or empty.
 
-        ``holding``: jobs that hold nodes; ``asked``: what is open, by job.
+        Spares of less important jobs come before their ranks. ``holding``: jobs that hold nodes;
+        ``asked``: what is open, by job.
         """
         going = frozenset(r.id for r in holding if not _stays(r, asked))
         rows = {r.id: r for r in holding}
 
         def fits_without(jobs: frozenset[str]) -> bool:
-            return self._desk.fits_without(row, [rows[job] for job in jobs | going], now)
+            return self._desk.fits_without(row, [rows[job] for job in jobs | going], sight)
 
         if going and fits_without(frozenset()):
             return f"waits for {', '.join(sorted(going))} to give nodes back"
+        spared = [r for r in holding if r.priority < row.priority and _spares(r)]
+        if spared and self._desk.fits_without(row, spared, sight, spares=True):
+            for other in spared:
+                self._desk.give_up_spares(other, row.id, sight.now)
+            return f"takes the spares of {', '.join(r.id for r in spared)}"
         staying = [ticket_of(r) for r in holding if r.id not in going and not self._refused(row, r)]
         chosen = victims(ticket_of(row), staying, fits_without)
         for ticket in chosen:
-            self._ask(row, rows[ticket.job], now)
+            self._ask(row, rows[ticket.job], sight.now)
         if not chosen:
             return ""
         told = ", ".join(f"{t.job} (priority {t.priority})" for t in chosen)
@@ -90,6 +96,10 @@ def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]]) -> bool:
     if not row.state.holds_nodes or row.state is JobState.CANCELLING:
         return False
     return not any(control.kind in ("pause", "preempt") for control in asked.get(row.id, ()))
+
+
+def _spares(row: JobRow) -> bool:
+    return row.state.holds_nodes and any(seat.spare for seat in row.nodes)
 
 
 def _key(row: JobRow, victim: JobRow) -> str:

@@ -339,6 +339,22 @@ class TestPreemption:
         assert plane.store.controls(low) == []
         assert plane.store.job(high).reason.endswith(f"waits for {ending} to give nodes back")
 
+    def test_spares_of_a_less_important_job_go_before_its_ranks(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        low = running(plane, "low", resources={"spares": 1})
+        assert spares(plane, low) == ["node1"]
+        same = plane.submit("same")
+        plane.steps(2)
+        assert plane.state(same) == "queued" and spares(plane, low) == ["node1"]
+        high = plane.submit("high", resources={"priority": 5})
+        plane.steps(3)
+        assert (where(plane, high), where(plane, low)) == (["node1"], ["node0"])
+        assert (plane.state(low), spares(plane, low)) == ("running", [])
+        assert plane.store.controls(low) == []
+        assert plane.told(low, "spares_given_up") == [
+            f"Its spares, 10.0.0.2 (node1), go to {high}, which has a higher priority."
+        ]
+
     def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(
         self, tmp_path: Path
     ) -> None:
