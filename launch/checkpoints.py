@@ -21,7 +21,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -213,13 +213,20 @@ def let_go(path: Path | str, holder: str) -> None:
         logger.warning("%s stays held for a while: %s", path, error)
 
 
+def _log_left_out(folder: Path, why: str) -> None:
+    logger.warning("checkpoint %s is left out: %s", folder, why)
+
+
 def list_checkpoints(
-    job_dir: Path | str, rollbacks: Mapping[int, int] | None = None
+    job_dir: Path | str,
+    rollbacks: Mapping[int, int] | None = None,
+    left_out: Callable[[Path, str], None] = _log_left_out,
 ) -> list[Checkpoint]:
     """Committed checkpoints with a good manifest, newest step first; contents unchecked.
 
     ``rollbacks``: the step each later timeline began at, by timeline. A checkpoint of an
     earlier timeline beyond that step belongs to what was rolled back, and is left out.
+    ``left_out`` is told of the folders whose manifest is not good, and why.
     """
     root = _checkpoints(Path(job_dir))
     found = []
@@ -227,7 +234,7 @@ def list_checkpoints(
         try:
             checkpoint = read_manifest(folder)
         except (OSError, ManifestError) as error:
-            logger.warning("checkpoint %s is left out: %s", folder, error)
+            left_out(folder, str(error))
             continue
         later = (rollbacks or {}).items()
         if all(checkpoint.step <= to for at, to in later if at > checkpoint.timeline):

@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.checkpoints import (
     AttemptOverError,
+    Checkpoint,
     IncompleteCheckpointError,
     bury,
     commit_checkpoint,
@@ -51,6 +52,8 @@ class CheckpointShelf:
         self._open = False
         self._written: dict[tuple[int, int, int], set[int]] = {}
         self._lost: set[tuple[int, int, int]] = set()
+        self._damaged: dict[Path, str] = {}
+        self._news: list[tuple[Path, str]] = []
         self.failed: tuple[int, str] | None = None
         """The newest step that could not be committed, and why."""
 
@@ -128,9 +131,27 @@ class CheckpointShelf:
         """
         return [
             RestorePoint(c.step, "disk", c.attempt, c.timeline, str(c.path))
-            for c in list_checkpoints(self._job_dir)
-            if set(c.files) == set(range(len(c.files))) and not _is_cut_off(c)
+            for c in list_checkpoints(self._job_dir, left_out=self._leave_out)
+            if set(c.files) == set(range(len(c.files))) and not self._is_cut_off(c)
         ]
+
+    def left_out(self) -> list[tuple[Path, str]]:
+        """Damaged checkpoints that ``points`` has found since this was last asked, and what is
+        wrong with each."""
+        told, self._news = self._news, []
+        return told
+
+    def _leave_out(self, folder: Path, why: str) -> None:
+        if self._damaged.get(folder) != why:
+            self._damaged[folder] = why
+            self._news.append((folder, why))
+            logger.warning("checkpoint %s is left out: %s", folder, why)
+
+    def _is_cut_off(self, checkpoint: Checkpoint) -> bool:
+        problems = verify_checkpoint(checkpoint, contents=False)
+        if problems:
+            self._leave_out(checkpoint.path, "; ".join(problems))
+        return bool(problems)
 
     def _try_to_open(self) -> None:
         if self._open:
@@ -155,10 +176,3 @@ class CheckpointShelf:
         threading.Thread(
             target=bury, args=(self._job_dir, self._attempt), name="undertaker", daemon=True
         ).start()
-
-
-def _is_cut_off(checkpoint: Any) -> bool:
-    problems = verify_checkpoint(checkpoint, contents=False)
-    if problems:
-        logger.warning("checkpoint %s is left out: %s", checkpoint.path, "; ".join(problems))
-    return bool(problems)

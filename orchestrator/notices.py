@@ -156,6 +156,12 @@ def copy_refused(point: RestorePoint, error: str) -> Notice:
     )
 
 
+def checkpoint_left_out(name: str, why: str) -> Notice:
+    """A folder of checkpoints holds no checkpoint, or one that is cut off; older ones are used."""
+    message = f"The checkpoint {name} is left out: {why.rstrip('. ')}."
+    return Notice("copy_refused", message, {"checkpoint": name, "tier": "disk"})
+
+
 def unrecorded(first: int, last: int) -> Notice:
     """Steps whose numbers are lost: redoing them would have cost too much, or is too late."""
     return Notice(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from launch.checkpoint_files import DamagedFileError
 from launch.checkpoints import ManifestError
@@ -87,6 +88,10 @@ class StartingPoints:
         """A rank can't use a copy; without another one of that step nobody starts there."""
         if report.point is not None:
             self._refused.add(report.point)
+
+    def left_out(self) -> list[tuple[Path, str]]:
+        """Checkpoints that are none, found since this was last asked, and why."""
+        return self._shelf.left_out()
 
     def refuse(self, cause: RankEnd, attempt: AttemptState) -> RestorePoint | None:
         """The point whose copy is why a rank ended; left out from now on. None: it was not why."""

@@ -444,6 +444,8 @@ class Supervision:
             self._decide([died([RankEnd(0, "lost", error=str(error))], attempt.facts, now)], now)
             return
         points = self._starts.choose(attempt)
+        for folder, why in self._starts.left_out():
+            self._journal.happened(notices.checkpoint_left_out(folder.name, why), now)
         if (taken_over := self._starts.take_over(attempt, now)) is not None:
             self._journal.decided(taken_over, (), None, self._bank.state_dict())
             attempt.facts.apply(taken_over)

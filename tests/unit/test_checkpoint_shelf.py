@@ -124,3 +124,24 @@ def test_what_can_be_seen_to_be_damaged_is_not_offered(tmp_path: Path, damage: s
     else:
         (folder / "manifest.json").write_text('{"format": 2, "step": 20}')
     assert [point.step for point in shelf.points()] == [10]
+
+
+def test_what_is_no_checkpoint_any_more_is_left_out_and_told_once(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path)
+    for step in (10, 20):
+        report = [written(tmp_path, rank, step) for rank in range(2)][-1]
+        shelf.add(report)
+        shelf.commit(report)
+    first, second = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert [p.step for p in shelf.points()] == [20, 10] and shelf.left_out() == []
+    cut = next(second.glob("*.safetensors"))
+    cut.write_bytes(cut.read_bytes()[:100])
+    assert [p.step for p in shelf.points()] == [10]
+    ((folder, why),) = shelf.left_out()
+    assert folder == second and "has 100 bytes" in why
+    (first / "manifest.json").unlink()
+    assert shelf.points() == []
+    ((folder, why),) = shelf.left_out()
+    assert folder == first and "manifest.json" in why
+    shelf.points()
+    assert shelf.left_out() == [], "what was told is no news"

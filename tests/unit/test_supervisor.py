@@ -492,6 +492,18 @@ class TestLostRanks:
         job.step()
         assert job.ranks.attempts[-1][0].restore == RestorePoint(15, "memory", 1, 0)
 
+    def test_a_checkpoint_that_is_none_any_more_is_told(self, bench: Make) -> None:
+        job = bench()
+        job.train(23)
+        folder = Path(job.supervision.attempt.resume.job_dir) / "checkpoints" / "step-00000020"
+        folder.mkdir(parents=True)
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        told = job.settled().event("copy_refused")
+        assert told.detail == {"checkpoint": "step-00000020", "tier": "disk"}
+        assert "manifest.json" in told.message
+
     def test_a_rollback_that_a_rank_cannot_do_restarts_from_the_copy_it_asked_for(
         self, bench: Make
     ) -> None:
