@@ -88,26 +88,34 @@ class Agreed:
     """Number of the newest command that rank 0 has seen."""
     behind: bool
     """Some rank's copy for a partner node is still on its way."""
+    writing: bool = False
+    """Some rank's checkpoint file is still being written."""
 
 
 def agree(
-    group: dist.ProcessGroup, command: int, step: int, skipped: bool, behind: bool = False
+    group: dist.ProcessGroup,
+    command: int,
+    step: int,
+    skipped: bool,
+    behind: bool = False,
+    writing: bool = False,
 ) -> Agreed:
-    """What rank 0 has been told to do, and whether any rank's copies are ``behind``.
+    """What rank 0 has been told to do, and whether any rank's copies are ``behind`` or ``writing``.
 
     The others' ``command`` is not looked at. One all-reduce of a few integers, in which
     ranks also show each other that they did the same: RanksDisagreeError when the steps
     or the decision to leave the update out differ.
     """
     mine = command if dist.get_rank(group) == 0 else 0
-    words = torch.tensor([mine, step, -step, skipped, -int(skipped), behind], dtype=torch.int64)
+    told = [mine, step, -step, skipped, -int(skipped), behind, writing]
+    words = torch.tensor(told, dtype=torch.int64)
     dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-    agreed, last, first, some_skipped, none_skipped, some_behind = words.tolist()
+    agreed, last, first, some_skipped, none_skipped, some_behind, some_write = words.tolist()
     if last != -first:
         raise RanksDisagreeError(f"some ranks ended step {-first}, others step {last}")
     if some_skipped != -none_skipped:
         raise RanksDisagreeError(f"only some ranks left out the update of step {step}")
-    return Agreed(int(agreed), bool(some_behind))
+    return Agreed(int(agreed), bool(some_behind), bool(some_write))
 
 
 def require_same(group: dist.ProcessGroup, value: int, what: str) -> None:

@@ -1,8 +1,8 @@
 """Snapshots on their way out of the rank: described, hashed, to disk, to keepers.
 
-One thread a rank does it beside the training. Promises: a snapshot is leased from the ring
-until it has gone everywhere, so that what is hashed, sent and written is one state; a
-copy that can't be made is reported and never ends the training.
+One thread a rank does it beside the training, and another one writes to disk. Promises: a
+snapshot is leased from the ring until it has gone everywhere, so that what is hashed, sent and
+written is one state; a copy that can't be made is reported and never ends the training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from launch.background import yield_to_training
-from launch.checkpoints import write_rank_file
+from launch.checkpoint_writer import CheckpointWriter
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.snapshot_ring import Slot, SnapshotRing
 from launch.snapshots import PartnerCopies, SnapshotKey, SnapshotStore, digest_of
@@ -56,7 +56,7 @@ class Shipper:
         self._store = store
         self._partners = partners
         self._store_resumes = 0.0
-        self._job_dir = job_dir
+        self._writer = CheckpointWriter(job_dir)
         self._send = send
         self._queue: deque[_Shipment] = deque()
         self._changed = threading.Condition()
@@ -70,6 +70,13 @@ class Shipper:
     def behind(self) -> bool:
         """Whether a copy is still on its way to a partner node."""
         return self._partners is not None and self._partners.behind
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is still on its way to disk, or about to be."""
+        with self._changed:
+            shipments = [*self._queue, *([self._current] if self._current else [])]
+            return self._writer.busy or any(shipment.to_disk for shipment in shipments)
 
     def ship(self, slot: Slot, *, to_disk: bool, replicated: bool = False) -> None:
         """Send a snapshot just taken on its way; returns at once.
@@ -89,11 +96,15 @@ class Shipper:
             for shipment in [*self._queue, *([self._current] if self._current else [])]:
                 if shipment.key.step > step:
                     shipment.dropped = True
+        for told in self._writer.drop_after(step):
+            told(RuntimeError("it was rolled back before it was written"))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything has gone out; False if it hasn't by then."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._current, timeout_s)
+            gone = self._changed.wait_for(lambda: not self._queue and not self._current, timeout_s)
+        return self._writer.wait(max(0.0, deadline - time.monotonic())) and gone
 
     def disk_error(self, step: int) -> str | None:
         """Why the copy of ``step`` isn't on disk, if it failed."""
@@ -104,6 +115,7 @@ class Shipper:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._writer.close()
 
     def _run(self) -> None:
         yield_to_training()
@@ -122,27 +134,26 @@ class Shipper:
                     self._changed.notify_all()
 
     def _carry(self, shipment: _Shipment) -> None:
-        tiers: list[tuple[Tier, Callable[[_Shipment], str]]] = [("ring", self._seal)]
-        # A checkpoint somebody waits for goes first.
-        if shipment.to_disk:
-            tiers.append(("disk", self._to_disk))
+        tiers: list[tuple[Tier, Callable[[_Shipment], None]]] = [("ring", self._seal)]
         if self._store is not None:
             tiers.append(("memory", self._to_store))
         for tier, carry in tiers:
             if shipment.dropped:
                 return
             try:
-                path = carry(shipment)
+                carry(shipment)
             except Exception as error:  # noqa: BLE001 - a copy less is reported, never fatal
                 self._failed(shipment, tier, error)
                 if tier == "ring":
                     return
             else:
-                self._report(shipment, tier, path)
+                self._report(shipment, tier)
+            if tier == "ring" and shipment.to_disk:
+                self._to_disk(shipment)
         if shipment.replicated and not shipment.dropped:
             self._to_partners(shipment)
 
-    def _seal(self, shipment: _Shipment) -> str:
+    def _seal(self, shipment: _Shipment) -> None:
         """Write the header into the block and hash the whole."""
         slot = shipment.slot
         if slot.ready is not None:
@@ -150,9 +161,8 @@ class Shipper:
         header = self._ring.layout.header(slot.meta)
         slot.block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         slot.digest = digest_of(slot.block.numpy())
-        return ""
 
-    def _to_store(self, shipment: _Shipment) -> str:
+    def _to_store(self, shipment: _Shipment) -> None:
         assert self._store is not None and shipment.slot.digest is not None
         if time.monotonic() < self._store_resumes:
             raise RuntimeError("the keeper failed a moment ago and is left alone for a while")
@@ -166,7 +176,6 @@ class Shipper:
         except Exception:
             self._store_resumes = time.monotonic() + _STORE_PAUSE_S
             raise
-        return ""
 
     def _to_partners(self, shipment: _Shipment) -> None:
         """Send a copy on its way to other nodes; what becomes of it is told later."""
@@ -184,15 +193,27 @@ class Shipper:
 
         self._partners.offer(key, slot.block.numpy(), digest, told)
 
-    def _to_disk(self, shipment: _Shipment) -> str:
-        assert shipment.slot.digest is not None
-        path = write_rank_file(
-            self._job_dir, shipment.key, shipment.slot.block.numpy(), shipment.slot.digest
-        )
-        self._disk_errors.pop(shipment.key.step, None)
-        return str(path)
+    def _to_disk(self, shipment: _Shipment) -> None:
+        """Have it written; the slot stays leased until it is."""
+        slot = shipment.slot
+        assert slot.digest is not None
+        # The slot is overwritten, and gets another digest, only once nobody has a lease.
+        digest = slot.digest
 
-    def _report(self, shipment: _Shipment, tier: Tier, path: str) -> None:
+        def told(found: Path | Exception) -> None:
+            try:
+                if isinstance(found, Exception):
+                    self._failed(shipment, "disk", found)
+                else:
+                    self._disk_errors.pop(shipment.key.step, None)
+                    self._report(shipment, "disk", str(found))
+            finally:
+                self._ring.release(slot)
+
+        self._ring.lease(slot)
+        self._writer.write(shipment.key, slot.block.numpy(), digest, told)
+
+    def _report(self, shipment: _Shipment, tier: Tier, path: str = "") -> None:
         key, slot = shipment.key, shipment.slot
         nbytes, digest = slot.block.numel(), slot.digest
         assert digest is not None
@@ -204,6 +225,8 @@ class Shipper:
 
     def _failed(self, shipment: _Shipment, tier: Tier, error: Exception) -> None:
         key = shipment.key
+        if shipment.dropped:
+            return
         text = f"{type(error).__name__}: {error}"
         logger.warning("step %d was not copied to tier %s: %s", key.step, tier, text)
         if shipment.to_disk and tier in ("ring", "disk"):

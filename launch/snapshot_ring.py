@@ -128,8 +128,14 @@ class SnapshotRing:
         return sorted(held, key=lambda slot: slot.key.order() if slot.key else ())
 
     def _victim(self) -> Slot:
-        """A free slot nobody reads, else a free one, else the oldest."""
+        """A free slot nobody reads, else the oldest held one of which that is true.
+
+        A disk that takes longer than the ring goes round costs one snapshot in memory, and no
+        wait, as long as enough are left to go back to; else whichever is read the least.
+        """
         free = [slot for slot in self._slots if slot.key is None]
-        if free:
-            return min(free, key=lambda slot: slot.leases)
-        return self._held()[0]
+        held = self._held()
+        unread = [slot for slot in (*free, *held) if not slot.leases]
+        if unread and (unread[0].key is None or len(held) > max(2, self._keep - 1)):
+            return unread[0]
+        return min(free, key=lambda slot: slot.leases) if free else held[0]

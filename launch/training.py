@@ -21,10 +21,12 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.checkpoint_writer import is_due
 from launch.commands import (
     Assignment,
     BackendReport,
     Command,
+    CopyFailed,
     DrillReport,
     ExchangeReport,
     RankReport,
@@ -119,14 +121,19 @@ class TrainingLoop:
         own_s = time.perf_counter() - started
         result = self._engine.train_step(self._micro_batches(batch), lr)
         agreed = agree(
-            self._world, self._mailbox.newest(), step, result.skipped, self._shipper.behind
+            self._world,
+            self._mailbox.newest(),
+            step,
+            result.skipped,
+            self._shipper.behind,
+            self._shipper.writing,
         )
         together = time.perf_counter()
         report = self._measure(step, batch, lr, drills, result) | {"checksums": checksums}
         self._step += 1
         restoring_s = self._apply(self._mailbox.take(agreed.command))
-        # Where one rank skips a step all do, or partners would hold steps of some ranks alone.
-        self._snapshot_if_due(replicated=not agreed.behind)
+        # Where one rank skips a step all do, or partners and disk would hold steps of some ranks.
+        self._snapshot_if_due(replicated=not agreed.behind, writes=not agreed.writing)
         ended = time.perf_counter()
         own_s += ended - together - restoring_s
         self._report(report | {"own_s": own_s}, result, ended - started - restoring_s)
@@ -235,17 +242,34 @@ class TrainingLoop:
         )
         return seconds
 
-    def _snapshot_if_due(self, *, replicated: bool) -> None:
+    def _snapshot_if_due(self, *, replicated: bool, writes: bool) -> None:
         run = self._run_config
-        every = run.checkpoint.every
         stopping = self._stop is not None and self._stop.checkpoint
         if self._step in self._ring.steps() and not stopping:
             return  # just rolled back to it
-        to_disk = (
-            stopping or self._step == run.training.steps or (every > 0 and self._step % every == 0)
+        due = is_due(
+            self._step,
+            every=run.checkpoint.every,
+            last=run.training.steps,
+            stopping=stopping,
+            writing=not writes,
         )
-        if to_disk or self._step % run.snapshots.every == 0:
-            self._snapshot(to_disk=to_disk, replicated=replicated)
+        if due == "left out":
+            self._tell_left_out()
+        if due == "write" or self._step % run.snapshots.every == 0:
+            self._snapshot(to_disk=due == "write", replicated=replicated)
+
+    def _tell_left_out(self) -> None:
+        """Where the disk takes longer than the interval, some checkpoints are left out."""
+        a, every = self._assignment, self._run_config.checkpoint.every
+        why = (
+            f"the one before it is still being written, and the disk takes longer than "
+            f"checkpoint.every = {every} steps; it is left out"
+        )
+        logger.warning("no checkpoint of step %d: %s", self._step, why)
+        if a.rank == 0:
+            place = (a.attempt, self._timeline, a.rank, self._step)
+            self._reporter.send(CopyFailed(*place, "disk", why))
 
     def _snapshot(self, *, to_disk: bool, replicated: bool) -> None:
         self._random.capture()
