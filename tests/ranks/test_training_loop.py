@@ -420,9 +420,11 @@ def test_a_stopped_run_resumes_from_its_checkpoint_to_the_bit(
     assert 7 <= step < STEPS
     for rank in stopped:
         assert rank.result == RankResult(rank.rank, step, "stopped", "pause")
-        assert rank.copied("disk")[:2] == [3, 6]
+        assert rank.copied("disk") == stopped[0].copied("disk")
+        # A slow disk may have had no time for step 6.
+        assert rank.copied("disk")[0] == 3
         assert rank.copied("disk")[-1] == step
-    for at in (3, 6, step):
+    for at in stopped[0].copied("disk"):
         commit_checkpoint(tmp_path, at, 1, range(WORLD))
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.step == step
