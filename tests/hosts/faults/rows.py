@@ -340,7 +340,12 @@ ROWS = (
     ),
     Row("truncated", "newest checkpoint truncated", _damaged(truncate), check=_back_to_before),
     Row("flipped", "newest checkpoint: one bit", _damaged(flip_byte), check=_back_to_before),
-    Row("no_manifest", "newest checkpoint: no manifest", _damaged(take_manifest), check=_back_to_before),
+    Row(
+        "no_manifest",
+        "newest checkpoint: no manifest",
+        _damaged(take_manifest),
+        check=_back_to_before,
+    ),
     Row("replica", "replica flipped, then the node lost", flip_replica, check=_back_to_before),
     Row(
         "controller",
