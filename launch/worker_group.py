@@ -132,6 +132,7 @@ class WorkerGroup:
         order = list(dict.fromkeys(seat.keeper for seat in self._seats))
         keepers = {name: named_actor(name) for name in order}
         self._enlist(keepers)
+        keepers |= {name: named_actor(name) for name in self._held if name not in keepers}
         for worker, seat, assignment in zip(self._ranks, self._seats, assignments, strict=True):
             ring = _ring(order, seat.keeper, assignment)
             holding = _holding(self._held, assignment)
@@ -221,11 +222,14 @@ class WorkerGroup:
         self._standby = keep + [self._create(seats[node_id]) for node_id in wanted]
 
     def copies(self) -> list[SnapshotKey]:
-        """What the keepers hold, each copy once; one that does not answer holds nothing."""
+        """What the keepers hold, each copy once; one that does not answer holds nothing.
+
+        Those of nodes that the job has left are asked too: they stay until it trains again.
+        """
         import ray
 
         asked = {}
-        for name in dict.fromkeys(seat.keeper for seat in self._seats):
+        for name in dict.fromkeys([*(s.keeper for s in self._seats), *self._keepers.values()]):
             keeper = named_actor(name)
             if keeper is not None:
                 asked[keeper.inventory.remote(self._job)] = name

@@ -334,6 +334,7 @@ class Controller:
             if row.id in self._open:
                 # Until it has answered: whichever supervisor has the job gets to know.
                 self._supervisors.control(row.id, self._open[row.id])
+            self.desk.leave(row)
             spares = self.desk.fill(row, now)
             if spares is not None:
                 self._supervisors.spares(row.id, spares)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.config import QuarantineConfig
-from orchestrator.lifecycle import TransitionRefused
+from orchestrator.lifecycle import JobState, TransitionRefused
 from orchestrator.node_groups import NodeGroups, group_name
 from orchestrator.placement import (
     Barred,
@@ -121,6 +121,9 @@ class NodeDesk:
         self._wished: list[dict[str, float]] | None = None
         self._short: set[str] = set()
         """Jobs that wait for nodes in place of lost ones."""
+        self._left: dict[str, list[NodeSlot]] = {}
+        """Seats on nodes that live and that a job has left: their keepers have its newest state.
+        A controller that restarts forgets them; they go back when the job ends."""
 
     # -- jobs that wait
 
@@ -225,9 +228,18 @@ class NodeDesk:
             self._short.discard(row.id)
             if plan.nodes != row.nodes:
                 self._store.replace_nodes(row.id, plan.nodes, *_moves(plan, lost, barred, now))
-                self._groups.give_back(row.id, plan.dropped)
+                gone = [seat for seat in plan.dropped if seat.bundle in lost]
+                self._groups.give_back(row.id, gone)
+                left = [seat for seat in plan.dropped if seat not in gone]
+                self._left.setdefault(row.id, []).extend(left)
             self._tell_stayed(row, plan, barred, now)
         return ""
+
+    def leave(self, row: JobRow) -> None:
+        """Give back the nodes that the job has left, once it trains elsewhere."""
+        if row.state is JobState.RUNNING and (left := self._left.pop(row.id, None)):
+            with self._placing:
+                self._groups.give_back(row.id, left)
 
     def fill(self, row: JobRow, now: float) -> tuple[NodeSlot, ...] | None:
         """Take spares that the group is short of; all that it has then, None if that is no news.
@@ -279,6 +291,7 @@ class NodeDesk:
             self._store.release(row.id)
         self._filled.pop(row.id, None)
         self._short.discard(row.id)
+        self._left.pop(row.id, None)
 
     def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:
         """Tell the autoscaler what jobs wait for; it is told only when that changes."""

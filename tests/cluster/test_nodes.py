@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 
 from orchestrator.client import Client
 from orchestrator.home import Home, HomeConfig
+from orchestrator.lifecycle import Cause
 from orchestrator.node_desk import NodeDesk
 from orchestrator.node_groups import RayNodeGroups
 from orchestrator.on_ray import CLUSTER_ENVIRONMENT
@@ -125,6 +126,10 @@ def test_seats_are_pinned_replaced_and_given_back_one_by_one(
     assert found is not None and len(found) == 1 and found[0].node_id != first
     shown = {view.node_id: view for view in desk.view(60.0)}
     assert shown[first].quarantine is not None and shown[first].held_by == ()
+    # Its keeper stays until the job trains elsewhere, for what it holds.
+    assert keeper_actor("seated-1", 0) in keepers() and free() == []
+    store.change("seated-1", Cause.FIRST_STEP, "", 61.0)
+    desk.leave(store.job("seated-1"))
     until(lambda: free() == [first], "only the quarantined node free")
 
     # What a job waits for is asked of the autoscaler, once, and taken back.

@@ -81,7 +81,8 @@ def struck(plane: ControlPlane, job: str, kind: str, *ranks: int, **evidence: fl
         "restart", row.attempt, 0, 5, plane.now, "Restart.", incidents=(seen,), in_place=False
     )
     plane.now += 1
-    tell(plane, job, incidents=(seen.to_json(),), actions=(action,))
+    moved = (JobState.RECOVERING, Cause.RANK_LOST)
+    tell(plane, job, incidents=(seen.to_json(),), actions=(action,), transition=moved)
     plane.controller.next_attempt(job, row.attempt, "Restart.")
     return where(plane, job)
 
@@ -98,6 +99,12 @@ def test_the_attempt_after_an_outvoted_replica_runs_elsewhere_and_the_node_is_le
     ]
     (told,) = wide.told(job, "node_quarantined")
     assert told.startswith("Node 10.0.0.2 (node1) is quarantined for 1 d: Replica_disagreement of")
+    # Its keeper holds the newest state until the job trains elsewhere.
+    wide.steps()
+    assert {s.node_id for s in wide.groups.held[job].values()} == {*after, "node1"}
+    tell(wide, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    wide.steps()
+    assert {s.node_id for s in wide.groups.held[job].values()} == {*after}
     # Nobody else is given it either, and what is left out is told.
     other = wide.submit("other")
     wide.steps(2)
