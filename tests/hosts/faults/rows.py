@@ -234,7 +234,7 @@ def kill_in_checkpoint(scene: Scene) -> None:
     """A rank, while the files of a checkpoint are written."""
     victim = scene.rank(2).pid
     deadline = time.monotonic() + 60
-    while not any((scene.folder / "checkpoints").glob(".tmp-step-*")):
+    while not any((scene.folder / "checkpoints").glob(".attempt-*/step-*")):
         if time.monotonic() > deadline:
             raise HangError("no checkpoint was begun")
         time.sleep(0.0005)
