@@ -26,6 +26,8 @@ from launch.stores import Stores
 
 LEAST_RATE = 50e6
 """Bytes a second below which a transfer counts as stuck."""
+REST_S = 60.0
+"""How long a keeper is left alone after it failed."""
 ANSWER_S = 30.0
 """Seconds that a keeper may take to answer, beside the time that the bytes take."""
 
@@ -155,6 +157,9 @@ class Partners:
         self._lock = threading.Lock()
         self._under_way: dict[int, float] = {}
         """By partner, until when its answer is waited for."""
+        self._rests: dict[int, float] = {}
+        """Partners that failed, and until when they are left alone."""
+        self._told_stuck: set[int] = set()
 
     @property
     def behind(self) -> bool:
@@ -166,18 +171,26 @@ class Partners:
     def offer(
         self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str], None]
     ) -> None:
-        """Send a copy to each partner that has answered the call before; told why, where not."""
+        """Send a copy to each partner that has answered the call before; told once why, where not.
+
+        One that failed is left alone for a while, without a word.
+        """
         nbytes = np.frombuffer(payload, dtype=np.uint8).nbytes
+        now = self._clock()
         try:
             for number, partner in enumerate(self._partners):
                 with self._lock:
+                    rests = now < self._rests.get(number, now)
                     stuck = number in self._under_way
-                    if not stuck:
-                        self._under_way[number] = self._clock() + patience_s(nbytes)
-                if stuck:
+                    news = stuck and number not in self._told_stuck
+                    if news:
+                        self._told_stuck.add(number)
+                    if not (rests or stuck):
+                        self._under_way[number] = now + patience_s(nbytes)
+                if news:
                     told("the partner's keeper hasn't answered the call before this one")
-                    continue
-                self._send(number, partner, key, payload, digest, told)
+                elif not (rests or stuck):
+                    self._send(number, partner, key, payload, digest, told)
         finally:
             self._forget()
 
@@ -191,17 +204,20 @@ class Partners:
         told: Callable[[str], None],
     ) -> None:
         def settled(future: Future[Any]) -> None:
+            over(future.exception())
+
+        def over(error: BaseException | None) -> None:
             with self._lock:
                 del self._under_way[number]
-            error = future.exception()
+                self._told_stuck.discard(number)
+                if error is not None:
+                    self._rests[number] = self._clock() + REST_S
             told("" if error is None else f"{type(error).__name__}: {error}")
 
         try:
             future = partner.send(key, payload, digest)
         except Exception as error:  # noqa: BLE001 - a copy less is reported, never fatal
-            with self._lock:
-                del self._under_way[number]
-            told(f"{type(error).__name__}: {error}")
+            over(error)
         else:
             future.add_done_callback(settled)
 

@@ -27,7 +27,8 @@ from launch.snapshots import PartnerCopies, SnapshotKey, SnapshotStore, digest_o
 Tier = Literal["ring", "memory", "partner", "disk"]
 
 _STORE_PAUSE_S = 60.0
-"""How long the keeper is left alone after it failed: a hung one must not hold up the ring."""
+"""How long the keeper is left alone, without a word, after it failed and that was told: a hung one
+must not hold up the ring."""
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Shipper:
 
     def _carry(self, shipment: _Shipment) -> None:
         tiers: list[tuple[Tier, Callable[[_Shipment], None]]] = [("ring", self._seal)]
-        if self._store is not None:
+        if self._store is not None and time.monotonic() >= self._store_resumes:
             tiers.append(("memory", self._to_store))
         for tier, carry in tiers:
             if shipment.dropped:
@@ -164,8 +165,6 @@ class Shipper:
 
     def _to_store(self, shipment: _Shipment) -> None:
         assert self._store is not None and shipment.slot.digest is not None
-        if time.monotonic() < self._store_resumes:
-            raise RuntimeError("the keeper failed a moment ago and is left alone for a while")
         try:
             self._store.put(
                 shipment.key,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.keeper import Keeper, most_held
-from launch.keeper_clients import ANSWER_S, Partners
+from launch.keeper_clients import ANSWER_S, REST_S, Partners
 from launch.replicas import (
     RankState,
     SnapshotMemoryError,
@@ -75,13 +75,16 @@ class TestCopiesUnderWay:
         assert told == [""] and not copies.behind
         assert [k.step for k in partner.keeper.keys("job")] == [10]
 
-    def test_a_partner_that_refuses_is_told_and_tried_again(self) -> None:
+    def test_a_partner_that_refuses_is_told_once_and_tried_again_after_a_while(self) -> None:
+        now = [0.0]
         partner = Slow(Keeper())
-        copies = Partners([partner])
+        copies = Partners([partner], clock=lambda: now[0])
         told = self.offered(copies, 10)
         partner.answer(ConnectionError("its node is gone"))
         assert told == ["ConnectionError: its node is gone"]
-        again = self.offered(copies, 20)
+        assert self.offered(copies, 20) == [] and not partner.waiting and not copies.behind
+        now[0] = REST_S + 1
+        again = self.offered(copies, 30)
         partner.answer()
         assert again == [""]
 
@@ -95,6 +98,7 @@ class TestCopiesUnderWay:
         assert not copies.behind, "the other ranks go on with their copies"
         (why,) = self.offered(copies, 20)
         assert "hasn't answered" in why and len(partner.waiting) == 1
+        assert self.offered(copies, 25) == [], "told once"
         partner.answer()
         self.offered(copies, 30)
         assert len(partner.waiting) == 1
