@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from launch.keeper import Keeper, most_held
 from launch.keeper_clients import ANSWER_S, REST_S, Partners
+from launch.node_memory import free_bytes
 from launch.replicas import (
     RankState,
     SnapshotMemoryError,
@@ -226,3 +228,26 @@ class TestMemory:
         tight = [replace(state, room=300) for state in self.STATES]
         with pytest.raises(SnapshotMemoryError, match=r"parallelism\.zero_stage"):
             refuse_too_large(tight, 4, 1)
+
+
+class TestFreeMemory:
+    def group(self, folder: Path, limit: str, used: int, cache: int) -> tuple[str, str, str]:
+        files = {"max": limit, "current": str(used), "stat": f"anon 1\ninactive_file {cache}\n"}
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        return tuple(str(folder / name) for name in files)  # type: ignore[return-value]
+
+    def test_a_containers_limit_counts_and_its_page_cache_is_free(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        limits = self.group(tmp_path, "1000", 900, 300)
+        monkeypatch.setattr("launch.node_memory._LIMITS", (limits,))
+        assert free_bytes() == 100 + 300
+
+    def test_no_limit_and_no_group_leave_the_machines(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unlimited = self.group(tmp_path, "max", 900, 300)
+        missing = (str(tmp_path / "none"),) * 3
+        monkeypatch.setattr("launch.node_memory._LIMITS", (unlimited, missing))
+        assert free_bytes() > 10**6
