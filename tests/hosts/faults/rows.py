@@ -23,8 +23,14 @@ from typing import Any
 from tests.hosts.faults.memory import flip_copies
 from tests.hosts.faults.scene import HangError, Scene
 
+QUEUED = 100
+
 Act = Callable[[Scene], None]
 Check = Callable[[Scene], Sequence[str]]
+
+
+def leave_be(scene: Scene) -> None:
+    """The fault is in the job."""
 
 
 def nothing(scene: Scene) -> Sequence[str]:
@@ -40,6 +46,8 @@ class Row:
     told: str
     """What is done, for the table."""
     act: Act
+    prepare: Act = leave_be
+    """What comes before, as soon as the job is submitted."""
     at: int = 25
     """Step after which it is done."""
     deadline_s: float = 240.0
@@ -153,34 +161,39 @@ def flip_replica(scene: Scene) -> None:
     lost.kill()
 
 
+def fill_queue(scene: Scene) -> None:
+    """Another job that runs beside this one, and 100 that need all nodes and wait."""
+    scene.others.append(Scene(scene.cluster, scene.spec | {"name": "second"}))
+    slots, hosts = scene.cluster.layout.slots[0], len(scene.cluster.nodes)
+    data = slots * hosts // 2
+    waiting = scene.spec | {
+        "name": "waiting",
+        "num_nodes": hosts,
+        "slots_per_node": slots,
+        "parallelism": scene.spec["parallelism"] | {"data": data},
+        "training": scene.spec["training"] | {"train_batch_size": 4 * data},
+    }
+    for _ in range(QUEUED):
+        scene.accepted.append(str(scene.client.submit(waiting, "waiting.yaml")["id"]))
+
+
 def kill_controller(scene: Scene) -> None:
-    """With 100 jobs in the queue and this one and another running."""
-    second = Scene(scene.cluster, scene.spec)
-    try:
-        second.wait_for_step(5)
-        waiting = dict(scene.spec, name="waiting", num_nodes=len(scene.cluster.nodes))
-        waiting["resources"] = {"spares": 0}
-        waiting["slots_per_node"] = scene.cluster.layout.slots[0]
-        data = scene.cluster.layout.slots[0] * len(scene.cluster.nodes) // 2
-        waiting["parallelism"] = dict(scene.spec["parallelism"], data=data)
-        waiting["training"] = dict(scene.spec["training"], train_batch_size=4 * data)
-        accepted = {scene.client.submit(waiting, "waiting.yaml")["id"] for _ in range(100)}
-        accepted |= {scene.job, second.job}
-        (pid,) = scene.cluster.nodes[0].processes("ray::ControllerActor")
-        os.kill(pid, signal.SIGKILL)
-        scene.wait_for_step(scene.newest + 20)
-        known = {job["id"]: job for job in scene.client.patiently(_jobs, scene.client)["jobs"]}
-        if lost := accepted - known.keys():
-            raise HangError(f"{len(lost)} accepted jobs are gone")
-        if restarted := [j for j in (scene.job, second.job) if known[j]["attempt"] != 1]:
-            raise HangError(f"training was touched: {restarted}")
-        for job in accepted - {scene.job, second.job}:
-            scene.client.patiently(scene.client.cancel, job, "the row is over")
-        second.wait_for_end(120)
-        if second.state != "succeeded":
-            raise HangError(f"the other job {second.state}")
-    finally:
-        second.close()
+    """With two jobs running and 100 in the queue, all of which are there afterwards."""
+    (second,) = scene.others
+    second.wait_for_step(5)
+    (pid,) = scene.cluster.nodes[0].processes("ray::ControllerActor")
+    os.kill(pid, signal.SIGKILL)
+    scene.wait_for_step(scene.newest + 20)
+    known = {job["id"]: job for job in scene.client.patiently(_jobs, scene.client)["jobs"]}
+    if lost := {scene.job, second.job, *scene.accepted} - known.keys():
+        raise HangError(f"{len(lost)} accepted jobs are gone")
+    if restarted := [j for j in (scene.job, second.job) if known[j]["attempt"] != 1]:
+        raise HangError(f"training was touched: {restarted}")
+    for job in scene.accepted:
+        scene.client.patiently(scene.client.cancel, job, "the row is over")
+    second.wait_for_end(240)
+    if second.state != "succeeded":
+        raise HangError(f"the other job {second.state}")
 
 
 def _jobs(client: Any) -> dict[str, Any]:
@@ -251,18 +264,6 @@ def lock_store(scene: Scene) -> None:
         connection.execute("ROLLBACK")
 
 
-def leave_be(scene: Scene) -> None:
-    """The fault is in the job."""
-
-
-def _said(*kinds: str) -> Check:
-    def check(scene: Scene) -> Sequence[str]:
-        told = {event["kind"] for event in scene.events}
-        return [f"no event says {kind}" for kind in kinds if kind not in told]
-
-    return check
-
-
 def _one_attempt(scene: Scene) -> Sequence[str]:
     """Nothing restarted."""
     attempts = max(step.attempt for step in scene.steps)
@@ -297,7 +298,7 @@ ALONE: dict[str, Any] = {"resources": {"spares": 0, "standby": False}}
 ONE_SLOT: dict[str, Any] = {
     "slots_per_node": 1,
     "parallelism": {"data": 1},
-    "training": {"train_batch_size": 4, "steps": 150},
+    "training": {"train_batch_size": 4, "steps": 200},
     "resources": {"spares": 0, "standby": False},
 }
 """A job of which two run on three hosts of two slots."""
@@ -351,6 +352,7 @@ ROWS = (
         "controller",
         "controller SIGKILL, 100 queued, 2 running",
         kill_controller,
+        prepare=fill_queue,
         changes=ONE_SLOT,
         deadline_s=300,
         check=_one_attempt,

@@ -51,6 +51,7 @@ class Matrix:
             return Outcome(row.name, False, 0.0, 0, 0, 0, 0, f"before the fault: {error!r}")
         hang, fault_at, ready = "", time.time(), True
         try:
+            row.prepare(scene)
             scene.wait_for_step(10)
             ready = scene.wait_until_quiet()
             scene.wait_for_step(max(row.at, scene.newest + 3))

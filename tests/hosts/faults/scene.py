@@ -96,6 +96,10 @@ class Scene:
         self.folder = cluster.storage / self.job
         self.steps: list[Step] = []
         self.events: list[dict[str, Any]] = []
+        self.others: list[Scene] = []
+        """Jobs of the row beside this one, ended with it."""
+        self.accepted: list[str] = []
+        """Ids of jobs that it put into the queue."""
         self.state = "queued"
         self.settled = False
         self._ended = threading.Event()
@@ -174,7 +178,12 @@ class Scene:
         return max((self.folder / "checkpoints").glob("step-*"))
 
     def close(self) -> None:
-        """Cancel the job if it goes on, and stop watching."""
+        """Cancel the job and the row's others if they go on, and stop watching."""
+        for job in self.accepted:
+            with contextlib.suppress(ClientError):
+                self.client.cancel(job, "the row is over")
+        for other in self.others:
+            other.close()
         if not self.settled:
             with contextlib.suppress(ClientError):
                 self.client.cancel(self.job, "the row is over")
