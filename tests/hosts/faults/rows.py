@@ -293,7 +293,8 @@ def _sleep(scene: Scene, seconds: float) -> None:
 
 
 ALONE: dict[str, Any] = {"resources": {"spares": 0, "standby": False}}
-"""A job that nothing should restart needs nobody to stand ready."""
+"""Nobody stands ready: where nothing should restart, and where what it restarts from is shown
+rather than how soon."""
 
 ONE_SLOT: dict[str, Any] = {
     "slots_per_node": 1,
@@ -339,15 +340,33 @@ ROWS = (
         check=_one_attempt,
         changes=ALONE,
     ),
-    Row("truncated", "newest checkpoint truncated", _damaged(truncate), check=_back_to_before),
-    Row("flipped", "newest checkpoint: one bit", _damaged(flip_byte), check=_back_to_before),
+    Row(
+        "truncated",
+        "newest checkpoint truncated",
+        _damaged(truncate),
+        check=_back_to_before,
+        changes=ALONE,
+    ),
+    Row(
+        "flipped",
+        "newest checkpoint: one bit",
+        _damaged(flip_byte),
+        check=_back_to_before,
+        changes=ALONE,
+    ),
     Row(
         "no_manifest",
         "newest checkpoint: no manifest",
         _damaged(take_manifest),
         check=_back_to_before,
     ),
-    Row("replica", "replica flipped, then the node lost", flip_replica, check=_back_to_before),
+    Row(
+        "replica",
+        "replica flipped, then the node lost",
+        flip_replica,
+        check=_back_to_before,
+        changes=ALONE,
+    ),
     Row(
         "controller",
         "controller SIGKILL, 100 queued, 2 running",
