@@ -2,7 +2,8 @@
 
 Promises: nothing raises for a fault of the node, it is told in the ``Probe``; what a probe takes
 of a device is given back; collectives are in groups of their own, with a time-out, so that the
-process can become a rank afterwards.
+process can become a rank afterwards. What is for GPUs (devices, NCCL) is written after the docs
+and has not run on one.
 """
 
 from __future__ import annotations

@@ -192,8 +192,14 @@ class NodeDesk:
             able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
             others = [n for n in able if n.node_id not in barred and n.node_id != case.node_id]
             found = self._store.nodes.accuse(case, self._config, len(others))
-            if not isinstance(found, Quarantine):
-                logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
+            if isinstance(found, Quarantine):
+                continue
+            logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
+            if found.news:
+                where = f"{case.address} ({case.node_id[:8]})" if case.address else case.node_id[:8]
+                told = f"Node {where} is not quarantined: {found.why}."
+                detail = {"node_id": case.node_id}
+                self._store.note(row.id, EventDraft("node_kept", now, told, detail))
 
     def mend(self, row: JobRow, now: float) -> str:
         """See to it that every rank of the job has a node; empty, or what it waits for.

@@ -72,6 +72,8 @@ class Dismissed:
     """An accusation that changes nothing (yet)."""
 
     why: str
+    news: bool = False
+    """Whether it would have counted, which people should know."""
 
 
 def barring(
@@ -151,7 +153,8 @@ def judge(
         return Dismissed("it is quarantined for that already")
     told = case.message.rstrip(". ")
     if case.kind in ("ranks_lost", "corruption", "slow") and not others:
-        return Dismissed(f"no other node has room for its ranks, so it stays in use: {told}")
+        why = f"no other node has room for its ranks, so it stays in use ({told})"
+        return Dismissed(why, news=case.kind == "corruption")
     if case.kind == "ranks_lost":
         since = case.time - config.window_s
         seen = [a for a in past if a.kind == case.kind and _same_machine(a, case)]
@@ -164,7 +167,8 @@ def judge(
             if q.kind == case.kind and q.job == case.job and q.since > since and q not in mine
         ]
         if elsewhere:
-            return Dismissed("ranks of this job died on another node as often: it is the job")
+            why = "ranks of this job died on another node as often: it is the job"
+            return Dismissed(why, news=True)
         told = f"ranks on it were lost {len(attempts)} times; the last time: {told}"
     before = sum(q.kind == case.kind for q in mine)
     seconds = min(_term(case, config) * 2.0**before, config.longest_s)

@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import Any
 
 from orchestrator.client import Client
+from orchestrator.config import QuarantineConfig
 from orchestrator.home import HOME_VARIABLE, Home, HomeConfig
 from orchestrator.on_ray import CLUSTER_ENVIRONMENT
 from tests.hosts import network as net
@@ -40,6 +41,9 @@ from tests.hosts.network import ROOT, Host, Network
 
 PORT = 6379
 RAY = str(Path(sys.executable).with_name("ray"))
+QUARANTINE = QuarantineConfig(ranks_lost=1_000_000, preflight_s=5, unfit_s=5, corruption_s=5)
+"""Faults are done to the same few nodes again and again, and mended: none is to be left out for
+what was done to it in the row before."""
 PREFIX = "octh-"
 """Of clusters' folders; short, since sockets' names have 107 characters at most."""
 STATE = "cluster.json"
@@ -264,6 +268,7 @@ class Cluster:
                 host=self.nodes[0].address,
                 fixed_cluster=False,
                 standby=self._standby,
+                quarantine=QUARANTINE,
             )
         )
         self.start_all()

@@ -184,6 +184,17 @@ def test_where_no_other_node_is_free_the_job_goes_on_and_says_so_or_waits(
         assert plane.supervisors.started[-1].attempt == attempt + 1
 
 
+def test_the_only_node_stays_in_use_and_the_job_says_so(plane: ControlPlane) -> None:
+    job = running(plane)
+    assert struck(plane, job, "replica_disagreement", 1, outvoted=1.0) == ["node0"]
+    assert plane.told(job, "node_quarantined") == []
+    (told,) = plane.told(job, "node_kept")
+    assert told.startswith(
+        "Node 10.0.0.1 (node0) is not quarantined: no other node has room for its ranks, so it "
+        "stays in use (replica_disagreement of"
+    )
+
+
 def test_a_lost_nodes_ranks_move_to_the_spare_at_once_and_another_spare_is_found(
     wide: ControlPlane,
 ) -> None:

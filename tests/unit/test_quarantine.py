@@ -113,7 +113,8 @@ def test_a_job_whose_ranks_die_on_node_after_node_costs_the_cluster_one_of_them(
     assert isinstance(entry, Quarantine)
     again = [case(time=60.0, node_id="n2", address="10.0.0.2", attempt=i) for i in range(3, 6)]
     answer = judged(again[2], *again[:2], before=(entry,))
-    assert answer == Dismissed("ranks of this job died on another node as often: it is the job")
+    why = "ranks of this job died on another node as often: it is the job"
+    assert answer == Dismissed(why, news=True)
     other = [replace(c, job="other") for c in again]
     assert isinstance(judged(other[2], *other[:2], before=(entry,)), Quarantine)
 
@@ -130,7 +131,8 @@ def test_corruption_and_failed_checks_count_at_once() -> None:
 
 def test_a_node_that_nothing_could_replace_stays_in_use_unless_it_failed_its_checks() -> None:
     answer = judged(case("corruption"), others=0)
-    assert isinstance(answer, Dismissed) and "no other node has room" in answer.why
+    assert isinstance(answer, Dismissed) and answer.news
+    assert "no other node has room" in answer.why
     assert isinstance(judged(case("preflight"), others=0), Quarantine)
 
 
