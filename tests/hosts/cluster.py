@@ -49,6 +49,7 @@ PREFIX = "octh-"
 STATE = "cluster.json"
 START_S = 180.0
 """The first start in a new environment compiles every module; later ones take seconds."""
+TRIES = 3
 OBJECT_STORE_BYTES = 160_000_000
 STORAGE = "512m"
 """Size of the storage disk."""
@@ -275,12 +276,30 @@ class Cluster:
         self._say(f"{len(self.nodes)} hosts after {time.monotonic() - began:.1f} s")
 
     def start_all(self) -> None:
-        """Ray on every node, and the controller, on the home and the storage there are."""
-        self.nodes[0].start()
-        self._await_head()
-        for node in self.nodes[1:]:
-            node.start()
-        self.start_controller()
+        """Ray on every node, and the controller, on the home and the storage there are.
+
+        Ray gives itself 30 s, which a busy machine may exceed: it is tried ``TRIES`` times.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                self.nodes[0].start()
+                self._await_head()
+                for node in self.nodes[1:]:
+                    node.start()
+                self.start_controller()
+                return
+            except RuntimeError as error:
+                if not left:
+                    raise
+                self._say(f"once more, since {str(error).splitlines()[0]}")
+                self.kill_all()
+
+    def kill_all(self) -> None:
+        """Every node at once, and with it what it had in its folder."""
+        for node in self.nodes:
+            node.kill()
+        for node in self.nodes:
+            shutil.rmtree(self.folder / node.name, ignore_errors=True)
 
     def start_controller(self) -> None:
         """Start it on the head, or find it; returns when it answers. Raises RuntimeError."""

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import sqlite3
 import time
@@ -202,10 +201,7 @@ def _jobs(client: Any) -> dict[str, Any]:
 
 def kill_all(scene: Scene) -> None:
     """Every node with the head; then an operator starts them and the controller again."""
-    for node in scene.cluster.nodes:
-        node.kill()
-    for node in scene.cluster.nodes:
-        shutil.rmtree(scene.cluster.folder / node.name, ignore_errors=True)
+    scene.cluster.kill_all()
     scene.cluster.start_all()
 
 
