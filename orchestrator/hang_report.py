@@ -27,6 +27,7 @@ MOST_GROUPS = 6
 _COMMUNICATES = re.compile(r"torch/distributed/|deepspeed/comm/|launch/process_group\.py$")
 _EXCHANGE = re.compile(r"parallel/(gradients|exchange_choice)\.py$")
 _OURS = re.compile(r"/(launch|parallel)/[^/]+\.py$|/(launch|parallel)/.*/[^/]+\.py$")
+UNKNOWN = "a place that could not be seen"
 _NEAR = 4
 """Innermost frames that are looked at: a wait is inside wrappers and context managers."""
 
@@ -43,13 +44,13 @@ class Place:
 
 
 def place_of(stack: Stack) -> Place:
-    """Where the rank's training thread was; ``unknown`` where there is no stack."""
+    """Where the rank's training thread was; ``UNKNOWN`` where there is no stack."""
     frames = training_thread(stack)
     if stack.stopped:
         where = f" in {frames[0]}" if frames else ""
         return Place(f"stopped{where}", waits=False, stopped=True)
     if not frames:
-        return Place("unknown", waits=False)
+        return Place(UNKNOWN, waits=False)
     innermost = frames[0]
     near = frames[:_NEAR]
     waits = any(_COMMUNICATES.search(f.file) for f in near) or any(
@@ -82,7 +83,7 @@ def culprits(places: Mapping[int, Place]) -> tuple[int, ...]:
     stopped = tuple(rank for rank, place in places.items() if place.stopped)
     if stopped:
         return stopped
-    away = tuple(r for r, place in places.items() if not place.waits and place.words != "unknown")
+    away = tuple(r for r, place in places.items() if not place.waits and place.words != UNKNOWN)
     return away if len(away) < len(places) else ()
 
 
@@ -95,8 +96,14 @@ def with_stacks(incident: Incident, stacks: Mapping[int, Stack], file: Path | No
         groups.setdefault(places[rank].words, []).append(rank)
     told = []
     for words, ranks in list(groups.items())[:MOST_GROUPS]:
-        did_not = " did not come to the collective:" if ranks[0] in blamed else ""
-        told.append(f"{ranks_told(ranks)}{did_not} {words}")
+        many = len(ranks) > 1
+        if ranks[0] in blamed:
+            verb = "did not come to the collective:"
+        elif places[ranks[0]].waits:
+            verb = "wait in" if many else "waits in"
+        else:
+            verb = "are in" if many else "is in"
+        told.append(f"{ranks_told(ranks)} {verb} {words}")
     if len(groups) > MOST_GROUPS:
         told.append(f"and {len(groups) - MOST_GROUPS} other places")
     tools = ", ".join(sorted({stack.tool for stack in stacks.values()}))

@@ -43,7 +43,7 @@ def test_the_rank_outside_communication_is_named_with_its_frame_and_its_call() -
     assert told.ranks == (1,)
     assert "rank 1 did not come to the collective: _read (core.py:7), called by" in told.message
     assert "TokenStream.micro_batches (data.py:88)" in told.message
-    assert "rank 0 all_reduce (distributed_c10d.py:2810), called by agree" in told.message
+    assert "rank 0 waits in all_reduce (distributed_c10d.py:2810), called by agree" in told.message
     assert told.message.endswith("all stacks (py-spy): /job/stacks/hang.txt.")
     assert told.message.startswith(HUNG.message) and told.evidence["stacks"] == 3.0
 
@@ -57,11 +57,11 @@ def test_a_stopped_process_is_named_wherever_it_was() -> None:
 
 
 def test_nobody_is_named_where_all_wait_or_nobody_does() -> None:
-    for frames in (IN_COLLECTIVE, IN_DATA):
+    for frames, verb in ((IN_COLLECTIVE, "wait in"), (IN_DATA, "are in")):
         places = {rank: place_of(stack(frames)) for rank in range(3)}
         assert culprits(places) == ()
         told = with_stacks(HUNG, {rank: stack(frames) for rank in range(3)}, None)
-        assert told.ranks == HUNG.ranks and "ranks 0, 1, 2 " in told.message
+        assert told.ranks == HUNG.ranks and f"ranks 0, 1, 2 {verb} " in told.message
 
 
 def test_a_rank_without_a_stack_is_not_blamed_for_that() -> None:
