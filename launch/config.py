@@ -34,9 +34,11 @@ class DataConfig(_Section):
     pattern: str = "**/*.py"
     """Files taken of a folder."""
     tokenizer: Literal["bytes"] = "bytes"
-    shuffle_seed: int | None = 0
-    """Seed of the order in which sequences are drawn; null: as they stand in the files, for data
-    whose order is meant (a curriculum)."""
+    shuffle: bool = True
+    """Draw sequences in a random order; false: as they stand in the files, for data whose order is
+    meant (a curriculum)."""
+    shuffle_seed: int = 0
+    """Seed of the random order."""
 
 
 class TrainingConfig(_Section):

@@ -106,7 +106,7 @@ class TokenStream:
         else:
             self._tokens = np.concatenate([np.fromfile(path, dtype=np.uint8) for path in files])
         self._seq_len = seq_len
-        self._seed = config.shuffle_seed
+        self._seed = config.shuffle_seed if config.shuffle else None
         self.sequences = (len(self._tokens) - 1) // seq_len
         """Sequences an epoch."""
         names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)

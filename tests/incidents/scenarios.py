@@ -190,7 +190,7 @@ HEALTHY = (
         "a domain shift",
         (
             {
-                "data": {"source": "near.py", "shuffle_seed": None},
+                "data": {"source": "near.py", "shuffle": False},
                 "training": {"train_batch_size": 32, "seq_len": 16},
             },
         ),
@@ -198,7 +198,7 @@ HEALTHY = (
     Healthy(
         # The loss is four times as high from one step to the next. Nothing is given up for it.
         "another language",
-        ({"data": {"source": "far.py", "shuffle_seed": None}},),
+        ({"data": {"source": "far.py", "shuffle": False}},),
         ("rollback", "rollback", "rollback", "whole_bf16", "accept", "return_to_fp8"),
     ),
     *(

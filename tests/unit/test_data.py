@@ -67,8 +67,8 @@ def test_order_depends_on_seed_and_epoch() -> None:
     assert neighbours < 20
 
 
-def test_without_a_seed_sequences_come_as_they_stand_in_the_files(corpus: DataConfig) -> None:
-    stream = TokenStream(corpus.model_copy(update={"shuffle_seed": None}), 32)
+def test_unshuffled_sequences_come_as_they_stand_in_the_files(corpus: DataConfig) -> None:
+    stream = TokenStream(corpus.model_copy(update={"shuffle": False}), 32)
     whole = b"".join(path.read_bytes() for path in source_files(corpus))
     taken = b"".join(stream.sequence(n)[:-1].tobytes() for n in range(stream.sequences))
     assert taken == whole[: 32 * stream.sequences]

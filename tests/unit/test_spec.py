@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from launch.config import TrainingConfig
 from orchestrator.spec import JobSpec, load_spec, parse_spec, spec_data, spec_of, spec_yaml
@@ -356,6 +358,28 @@ def test_a_spec_without_slots_gets_as_many_as_its_degrees_need() -> None:
     spec = spec_of(Source("f", data, {}), check_data=False)
     assert spec.slots_per_node == 6
     assert spec.training.train_batch_size == 4 * 2 * 3
+
+
+def test_only_what_is_unset_by_default_can_be_null() -> None:
+    """A stored spec leaves nulls out: a null that means something would come back as the default."""
+    lost = [
+        ".".join((*path, name))
+        for path, model in _sections(JobSpec, ())
+        for name, field in model.model_fields.items()
+        if type(None) in get_args(field.annotation)
+        if field.get_default(call_default_factory=True) is not None
+    ]
+    assert lost == []
+
+
+def _sections(
+    model: type[BaseModel], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    yield path, model
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _sections(kind, (*path, name))
 
 
 def test_the_printed_spec_reads_back_to_itself() -> None:
