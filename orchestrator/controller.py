@@ -109,6 +109,8 @@ class Controller:
         self._stops: set[str] = set()
         self._told: dict[str, str] = {}
         self._open: dict[str, list[Control]] = {}
+        self._holding: list[JobRow] = []
+        """Jobs that held nodes when the pass began."""
 
     # -- what clients ask
 
@@ -245,6 +247,7 @@ class Controller:
         """One pass: each job that isn't at rest takes one transition at most."""
         rows = self.store.jobs_to_tend()
         self._open = self.store.open_controls()
+        self._holding = [r for r in rows if r.nodes]
         moved = False
         for row in rows:
             if row.state.holds_nodes:
@@ -253,7 +256,7 @@ class Controller:
                 # Also one that was resumed, or preempted, before what it held was given back.
                 moved |= bool(self._turn(row, now, self._clear))
         queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]
-        moved |= self._admit(queued, [r for r in rows if r.nodes], now)
+        moved |= self._admit(queued, self._holding, now)
         if moved:
             self._notify()
 
@@ -348,7 +351,7 @@ class Controller:
             return self._lost(row, now, words)
         if row.state is JobState.RUNNING:
             return self._lost(row, now, LastWords())
-        if self._mend(row):
+        if self._mend(row, holding=self._holding):
             return self._stop_without_ranks(row, now)
         why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
         self._supervisors.start(self.store.begin_attempt(row.id, why, now))
@@ -419,12 +422,18 @@ class Controller:
         self._since = {k: t for k, t in self._since.items() if k[0] != row.id}
         return True
 
-    def _mend(self, row: JobRow) -> str:
-        """See to it that every rank has a node; else what it waits for, which is told."""
+    def _mend(self, row: JobRow, holding: Sequence[JobRow] = ()) -> str:
+        """See to it that every rank has a node; else what it waits for, which is told: of those
+        that are ``holding`` nodes, less important ones make room."""
         now = self._clock()
         missing = self.desk.mend(row, now)
         if missing:
-            self._wait(row, now, missing)
+            others = [other for other in holding if other.id != row.id]
+            room = ""
+            if any(other.priority < row.priority for other in others):
+                sight = self.desk.sight(now)
+                room = self._preemption.make_room(row, others, self._open, sight)
+            self._wait(row, now, f"{missing}; {room}" if room else missing)
         return missing
 
     def _waited(self, key: tuple[str, str], now: float) -> float:

@@ -29,6 +29,7 @@ from orchestrator.placement import (
     mend,
     need_of,
     place,
+    ready_nodes,
     told_node,
     wish,
 )
@@ -119,8 +120,8 @@ class NodeDesk:
         self._unwilling: dict[str, float] = {}
         self._filled: dict[str, float] = {}
         self._wished: list[dict[str, float]] | None = None
-        self._short: set[str] = set()
-        """Jobs that wait for nodes in place of lost ones."""
+        self._short: dict[str, int] = {}
+        """How many nodes jobs wait for in place of lost ones."""
         self._left: dict[str, list[NodeSlot]] = {}
         """Seats on nodes that live and that a job has left: their keepers have its newest state.
         A controller that restarts forgets them; they go back when the job ends."""
@@ -134,8 +135,8 @@ class NodeDesk:
     def fits_without(
         self, row: JobRow, others: Sequence[JobRow], sight: Sight, *, spares: bool = False
     ) -> bool:
-        """Whether a queued job would fit once ``others`` had given back their nodes, or only
-        their ``spares``."""
+        """Whether a job would have what it waits for once ``others`` had given back their nodes,
+        or only their ``spares``: its nodes in the queue, else those in place of lost ones."""
         nodes = sight.nodes
         back: dict[tuple[str, str], float] = {}
         for other in others:
@@ -154,7 +155,10 @@ class NodeDesk:
             )
             for node in nodes
         ]
-        return fit(need_of(row.spec), freed, sight.barred(row.id)).now
+        need = need_of(row.spec)
+        count = self._short.get(row.id, need.nodes)
+        mine = {seat.node_id for seat in row.nodes}
+        return len(ready_nodes(need, freed, sight.barred(row.id), mine)) >= count
 
     def admit(self, row: JobRow, now: float) -> str:
         """Give a queued job its nodes; empty, or why it has to wait."""
@@ -223,7 +227,7 @@ class NodeDesk:
                     waits=row.spec.recovery.no_other_node == "wait",
                 )
                 if isinstance(plan, Short):
-                    self._short.add(row.id)
+                    self._short[row.id] = plan.missing
                     return plan.reason
                 refused = self._take(row, plan.taken, now)
                 if not refused:
@@ -231,7 +235,7 @@ class NodeDesk:
                 tries += 1
                 if tries > len(nodes):
                     return f"needs {need} again; Ray didn't grant {_told_nodes(refused)} yet"
-            self._short.discard(row.id)
+            self._short.pop(row.id, None)
             if plan.nodes != row.nodes:
                 self._store.replace_nodes(row.id, plan.nodes, *_moves(plan, lost, barred, now))
                 gone = [seat for seat in plan.dropped if seat.bundle in lost]
@@ -296,7 +300,7 @@ class NodeDesk:
             self._groups.release(row.id)
             self._store.release(row.id)
         self._filled.pop(row.id, None)
-        self._short.discard(row.id)
+        self._short.pop(row.id, None)
         self._left.pop(row.id, None)
 
     def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:

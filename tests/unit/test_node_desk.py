@@ -373,6 +373,22 @@ class TestPreemption:
             f"Its spares, 10.0.0.2 (node1), go to {high}, which has a higher priority."
         ]
 
+    def test_a_job_that_lost_a_node_gets_one_of_a_less_important_job(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4, 4, 4)
+        high = running(plane, "high", num_nodes=2, resources={"priority": 5})
+        low = running(plane, "low")
+        plane.groups.dead.add("node1")
+        plane.supervisors.done.add(high)
+        plane.steps(4)
+        (row,) = plane.store.controls(low)
+        assert row.control.kind == "preempt"
+        assert plane.store.job(high).reason.endswith(f"waits for {low} to give nodes back")
+        tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
+        plane.supervisors.done.add(low)
+        plane.steps(4)
+        assert where(plane, high) == ["node0", "node2"]
+        assert plane.supervisors.started[-1].job == high and plane.state(low) == "queued"
+
     def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(
         self, tmp_path: Path
     ) -> None:
