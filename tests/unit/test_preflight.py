@@ -37,7 +37,7 @@ from parallel.config import FP8Config
 from parallel.precision.scope import PrecisionScope
 from parallel.transformer import layer_plans
 from tests.unit import scripted_job
-from tests.unit.scripted_job import ScriptedController
+from tests.unit.scripted_job import Make, ScriptedController
 
 LIMITS = Limits(5.0, None)
 DEMAND = Demand(2, 1000, 5000, "/jobs/a", False, False)
@@ -246,3 +246,25 @@ def test_a_models_demand_is_that_of_its_parameters(tmp_path: Path) -> None:
     assert parameters(spec) == matrices
     demand = demand_of(spec, "/jobs/a")
     assert (demand.disk_bytes, demand.ranks, demand.folder) == (16 * matrices, 2, "/jobs/a")
+
+
+def test_ranks_start_once_their_nodes_have_passed_and_others_are_asked_for_where_not(
+    bench: Make,
+) -> None:
+    job = bench()
+    asked = Asked()
+    job.supervision._gate = PreflightGate(complete(scripted_job.spec()), asked.begin)  # type: ignore[arg-type]
+    job.step()
+    job.step()
+    assert not job.ranks.running and job.controller.attempt == 1
+    (node,) = job.controller.resume().nodes
+    asked.said = Verdict({node.node_id: Failure("its clock is off", False)}, 0.2, 1)
+    job.step()
+    assert not job.ranks.running and job.controller.attempt == 2
+    asked.said = Verdict({}, 0.2, 1)
+    job.train(2)
+    told = job.settled()
+    kinds = [event.kind for event in told.events]
+    assert kinds.index("preflight_failed") < kinds.index("preflight") < kinds.index("training")
+    # It is no fault of the job's: no budget of its recovery is charged.
+    assert told.actions == []
