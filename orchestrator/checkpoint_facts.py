@@ -22,6 +22,7 @@ def facts_of(spec: JobSpec) -> dict[str, Any]:
             **{f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()},
             "data.source": spec.data.source,
             "data.pattern": spec.data.pattern,
+            "data.shuffle": spec.data.shuffle,
             "data.shuffle_seed": spec.data.shuffle_seed,
             "training.seq_len": spec.training.seq_len,
             "training.train_batch_size": spec.training.train_batch_size,

@@ -67,6 +67,10 @@ class CheckpointShelf:
         self.forget()
         self._try_to_open()
 
+    def resize(self, world_size: int, run: Mapping[str, Any]) -> None:
+        """The ranks of the next attempt are more or fewer."""
+        self._world_size, self._run = world_size, dict(run)
+
     def reads(self, path: str, job: str) -> None:
         """The attempt's ranks read another job's checkpoint; it is kept until one is committed."""
         hold(path, job)

@@ -27,6 +27,9 @@ class ResourcesConfig(_Section):
     no step, and nothing has a higher priority unless somebody says so."""
     spares: int = Field(0, ge=0, le=64)
     """Nodes beyond ``num_nodes`` whose workers stand ready: ranks of a lost node move there."""
+    min_nodes: int | None = Field(None, ge=1)
+    """With fewer nodes than ``num_nodes``, down to these, the job goes on with fewer replicas from
+    its newest checkpoint, and with all of them again when nodes are there; unset: it waits."""
     standby: bool = True
     """Keep one imported, idle worker a rank for restarts."""
 

@@ -338,6 +338,7 @@ class Controller:
                 # Until it has answered: whichever supervisor has the job gets to know.
                 self._supervisors.control(row.id, self._open[row.id])
             self.desk.leave(row)
+            self._preemption.let_grow(row, now)
             spares = self.desk.fill(row, now)
             if spares is not None:
                 self._supervisors.spares(row.id, spares)

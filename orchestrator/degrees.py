@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 from launch.config import TrainingConfig
 from orchestrator.protocol import EventDraft
 from orchestrator.spec import JobSpec, spec_data
-from orchestrator.spec_completion import slots_per_node
+from orchestrator.spec_completion import complete, slots_per_node
 from orchestrator.spec_deepspeed import check_deepspeed
+from orchestrator.spec_errors import Finding, KeyPath
 
 Word = Literal["tensor", "pipeline", "data", "zero_stage", "num_nodes", "slots_per_node"]
 WORDS: tuple[Word, ...] = get_args(Word)
@@ -110,6 +111,28 @@ def other_degrees(spec: JobSpec, now: float) -> EventDraft:
     )
     detail = {**degrees.model_dump(), "num_nodes": spec.num_nodes}
     return EventDraft("degrees", now, message, detail)
+
+
+def check_min_nodes(spec: JobSpec) -> Iterator[Finding]:
+    """What stands against ``resources.min_nodes``."""
+    least = spec.resources.min_nodes
+    path: KeyPath = ("resources", "min_nodes")
+    if least is None:
+        return
+    if least > spec.num_nodes:
+        remedy = f"make it at most {spec.num_nodes}"
+        yield Finding(path, f"is more than num_nodes {spec.num_nodes}", remedy)
+        return
+    try:
+        completed = complete(spec)
+    except (AssertionError, ValueError):
+        return  # has a finding of its own
+    if least < spec.num_nodes and len(list(node_counts(completed, least))) < 2:
+        message = (
+            f"from {least} to {spec.num_nodes - 1} no number of nodes makes replicas that can "
+            f"share train_batch_size {completed.training.train_batch_size}"
+        )
+        yield Finding(path, message, "choose a batch that more counts divide, or leave it out")
 
 
 def _copies(asked: int | None, nodes: int) -> int:

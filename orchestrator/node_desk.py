@@ -26,9 +26,7 @@ from orchestrator.placement import (
     Short,
     fill,
     fit,
-    mend,
     need_of,
-    place,
     ready_nodes,
     told_node,
     wish,
@@ -41,6 +39,7 @@ from orchestrator.quarantine import (
     barring,
     machine_addresses,
 )
+from orchestrator.regroup import counts_of, mend_some, place_some
 from orchestrator.store import Store
 from orchestrator.store_rows import JobRow
 
@@ -96,7 +95,9 @@ class Sight:
 
     def fit(self, row: JobRow) -> Fit:
         """Whether a queued job can be given its nodes, now and ever."""
-        return fit(need_of(row.spec), self.nodes, self.barred(row.id))
+        need, barred = need_of(row.spec), self.barred(row.id)
+        found = [fit(replace(need, nodes=n), self.nodes, barred) for n in counts_of(row.spec)]
+        return next((answer for answer in found if answer.now), found[0])
 
 
 class NodeDesk:
@@ -119,6 +120,7 @@ class NodeDesk:
         # Of this process: a controller that restarts tries them all again.
         self._unwilling: dict[str, float] = {}
         self._filled: dict[str, float] = {}
+        self._grown: dict[str, float] = {}
         self._wished: list[dict[str, float]] | None = None
         self._short: dict[str, int] = {}
         """How many nodes jobs wait for in place of lost ones."""
@@ -166,7 +168,7 @@ class NodeDesk:
             need = need_of(row.spec)
             nodes = self._capacities(now)
             barred = self._barred(row.id, nodes, now)
-            seats = place(need, nodes, barred)
+            seats = place_some(need, counts_of(row.spec), nodes, barred)
             if seats is None:
                 return fit(need, nodes, barred).reason
             if refused := self._take(row, seats, now):
@@ -218,13 +220,15 @@ class NodeDesk:
             while True:
                 nodes = self._capacities(now)
                 barred = self._barred(row.id, [*nodes, *row.nodes], now)
-                plan = mend(
+                plan = mend_some(
                     row.nodes,
                     need,
+                    counts_of(row.spec),
                     nodes,
                     lost=lost,
                     barred=barred,
                     waits=row.spec.recovery.no_other_node == "wait",
+                    numbered=max((s.bundle for s in self._left.get(row.id, ())), default=-1),
                 )
                 if isinstance(plan, Short):
                     self._short[row.id] = plan.missing
@@ -237,13 +241,28 @@ class NodeDesk:
                     return f"needs {need} again; Ray didn't grant {_told_nodes(refused)} yet"
             self._short.pop(row.id, None)
             if plan.nodes != row.nodes:
-                self._store.replace_nodes(row.id, plan.nodes, *_moves(plan, lost, barred, now))
+                told = [*_moves(plan, lost, barred, now), *_resized(row, plan, now)]
+                self._store.replace_nodes(row.id, plan.nodes, *told)
                 gone = [seat for seat in plan.dropped if seat.bundle in lost]
                 self._groups.give_back(row.id, gone)
                 left = [seat for seat in plan.dropped if seat not in gone]
                 self._left.setdefault(row.id, []).extend(left)
             self._tell_stayed(row, plan, barred, now)
         return ""
+
+    def could_grow(self, row: JobRow, now: float) -> int:
+        """Nodes on which a job that runs on fewer than it asks for could run now; 0: no more."""
+        working = sum(not seat.spare for seat in row.nodes)
+        if working >= row.spec.num_nodes or now - self._grown.get(row.id, 0.0) < FILL_EVERY_S:
+            return 0
+        self._grown[row.id] = now
+        nodes = self._capacities(now)
+        barred = self._barred(row.id, nodes, now)
+        plan = mend_some(row.nodes, need_of(row.spec), counts_of(row.spec), nodes, barred=barred)
+        if isinstance(plan, Short):
+            return 0
+        found = sum(not seat.spare for seat in plan.nodes)
+        return found if found > working else 0
 
     def leave(self, row: JobRow) -> None:
         """Give back the nodes that the job has left, once it trains elsewhere."""
@@ -309,12 +328,13 @@ class NodeDesk:
             return
         nodes = self._groups.capacities()
         held = [
-            replace(need_of(row.spec), nodes=len(row.nodes) or need_of(row.spec).nodes)
+            replace(need_of(row.spec), nodes=max(len(row.nodes), row.spec.num_nodes))
             for row in holding
         ]
         barred = barring(self._store.nodes.quarantines(), nodes, "", now)
         needs = [_with_spares(need_of(r.spec)) for r in waiting]
-        shapes = wish(needs, held, nodes, barred, short=bool(self._short))
+        fewer = any(0 < len(row.nodes) < row.spec.num_nodes for row in holding)
+        shapes = wish(needs, held, nodes, barred, short=bool(self._short) or fewer)
         if shapes != self._wished:
             self._groups.wish(shapes)
             self._wished = shapes
@@ -488,6 +508,19 @@ def _moves(plan: Mended, lost: set[int], barred: dict[str, Barred], now: float) 
         }
         told.append(EventDraft("node_replaced", now, message, detail))
     return told
+
+
+def _resized(row: JobRow, plan: Mended, now: float) -> list[EventDraft]:
+    """That a job goes on with fewer nodes than it asks for, or with more than it had."""
+    before = sum(not seat.spare for seat in row.nodes)
+    after = sum(not seat.spare for seat in plan.nodes)
+    if before == after:
+        return []
+    wanted = row.spec.num_nodes
+    why = "no other nodes are free" if after < before else "others are free"
+    message = f"It goes on on {after} of {wanted} nodes, after {before}: {why}."
+    detail = {"nodes": after, "before": before, "num_nodes": wanted}
+    return [EventDraft("nodes_resized", now, message, detail)]
 
 
 def _spare_told(seat: NodeSlot, now: float) -> EventDraft:

@@ -183,21 +183,23 @@ def mend(
     barred: Mapping[str, Barred] = {},
     unwilling: Collection[str] = (),
     waits: bool = False,
+    numbered: int = -1,
 ) -> Mended | Short:
     """The group with every rank on a node that can be used.
 
     ``lost``: bundles that are gone; ``barred``: nodes not to be used, by id; ``unwilling``: nodes
     that Ray didn't grant a moment ago; ``waits``: wait for another node also where the job might
-    stay on a barred one. Ranks of a lost or barred node move to a spare, else to a free node;
-    those that are lost come first. Spares that can't be used are dropped, and those that are
-    short are not taken here (``fill``): nothing of a restart waits for them.
+    stay on a barred one; ``numbered``: the largest number of a seat that isn't free, in the group
+    or not. Ranks of a lost or barred node move to a spare, else to a free node; those that are lost
+    come first. Spares that can't be used are dropped, and those that are short are not taken here
+    (``fill``): nothing of a restart waits for them.
     """
     bad = {seat.bundle for seat in group if seat.bundle in lost or seat.node_id in barred}
     working = [seat for seat in group if not seat.spare]
     spares = [seat for seat in group if seat.spare and seat.bundle not in bad]
     used = {seat.node_id for seat in group}
     others = ready_nodes(need, nodes, barred, {*used, *unwilling})
-    fresh = max((seat.bundle for seat in group), default=-1) + 1
+    fresh = max(numbered, *(seat.bundle for seat in group), -1) + 1
     moved: dict[int, NodeSlot] = {}
     taken: list[NodeSlot] = []
     stayed: list[NodeSlot] = []

@@ -20,6 +20,8 @@ from orchestrator.store_rows import JobRow
 
 THE_QUEUE = "the queue"
 """Who asks, in the records."""
+GROW_AFTER_S = 60.0
+"""Seconds that an attempt on fewer nodes than the job wants is left in peace."""
 
 
 def ticket_of(row: JobRow) -> Ticket:
@@ -76,6 +78,22 @@ class Preemption:
             return ""
         told = ", ".join(f"{t.job} (priority {t.priority})" for t in chosen)
         return f"preempts {told} after a checkpoint"
+
+    def let_grow(self, row: JobRow, now: float) -> None:
+        """Ask a job that runs on fewer nodes than it wants to start anew on more, once an attempt.
+
+        Not before it has trained for a while: nodes that come and go would cost more than they
+        bring.
+        """
+        if row.state is not JobState.RUNNING or row.spec.resources.min_nodes is None:
+            return
+        began = self._store.attempts(row.id)[-1]["started_at"]
+        if now - began < GROW_AFTER_S or not (nodes := self._desk.could_grow(row, now)):
+            return
+        reason = f"{nodes} of the {row.spec.num_nodes} nodes that it wants are there"
+        if not in_vain(row.id, row.state, "preempt"):
+            key = f"grow-{row.attempt}"
+            self._store.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
     def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
         reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"

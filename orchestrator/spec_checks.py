@@ -12,6 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from monitoring.config import DetectionConfig
+from orchestrator.degrees import check_min_nodes
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import check_backend, check_backend_model
 from orchestrator.spec_completion import (
@@ -335,6 +336,7 @@ CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("model", "num_heads"), ("model", "num_kv_heads")), built_in(_kv_heads)),
     ((*_SHAPES, TENSOR, ("precision",), ("fp8", "recipe")), built_in(check_fp8_sizes)),
     ((*_SLOT_KEYS, *_DEGREES, *_BATCH), _batch),
+    ((*_SLOT_KEYS, *_DEGREES, *_BATCH, ("resources",), ("deepspeed",)), check_min_nodes),
     ((("training", "steps"), ("training", "warmup_steps")), _schedule),
     ((("training", "betas"),), _betas),
     (tuple(("snapshots", k) for k in ("every", "keep", "certify_after")), _snapshots),

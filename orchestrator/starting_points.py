@@ -42,8 +42,14 @@ class StartingPoints:
         self._spec = spec
         self._reach = spec.snapshots.every * spec.snapshots.keep
         self._world_size = world_size
+        self._since = 0
         self._refused: set[RestorePoint] = set()
         self._foreign: dict[RestorePoint, ControlState] = {}
+
+    def resize(self, world_size: int, attempt: int) -> None:
+        """From ``attempt`` on the ranks are more or fewer: copies in memory of those before fit
+        none of them, checkpoints do."""
+        self._world_size, self._since = world_size, attempt
 
     def choose(self, attempt: AttemptState) -> tuple[RestorePoint, ...]:
         """Note in ``attempt`` where its ranks start; all that they may start from, best first.
@@ -104,7 +110,8 @@ class StartingPoints:
         return about[0] if about else None
 
     def _in_memory(self) -> list[RestorePoint]:
-        return points_in_memory(self._group.copies(), self._world_size)
+        copies = [key for key in self._group.copies() if key.attempt >= self._since]
+        return points_in_memory(copies, self._world_size)
 
     def _from_other_jobs(self) -> tuple[RestorePoint, ...]:
         """By the spec, those of them that can say what they were trained with."""

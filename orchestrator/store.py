@@ -23,6 +23,7 @@ from monitoring.prometheus import Numbers
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.controls import Control, in_vain
+from orchestrator.degrees import on_nodes
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.protocol import (
     Acknowledgement,
@@ -283,9 +284,13 @@ class Store:
             detectors = stored["detector_state"]
         done = self.actions(job)
         sum_ = standing(row.spec, done)
+        working = sum(not node.spare for node in row.nodes)
+        # With resources.min_nodes it may hold fewer nodes than it asks for.
+        elastic = working and row.spec.resources.min_nodes is not None
+        spec = on_nodes(row.spec, working) if elastic else row.spec
         return ResumeState(
             job=job,
-            spec=row.spec,
+            spec=spec,
             job_dir=row.job_dir,
             attempt=row.attempt,
             timeline=max(sum_.timeline, row.timeline),

@@ -42,6 +42,7 @@ from orchestrator.checkpoint_facts import facts_of
 from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.control_room import ControlRoom
 from orchestrator.controls import Control
+from orchestrator.degrees import other_degrees
 from orchestrator.detector_bank import bank_of, new_bank
 from orchestrator.ending import Ending, end_of, unsaved, why_no_checkpoint
 from orchestrator.evidence import LOST_RANK
@@ -422,6 +423,7 @@ class Supervision:
                 self._sleep(0.5)
         self._journal.begin(resume.attempt)
         self._shelf.forget()
+        self._resize(resume, now)
         before = self._attempt.facts
         self._attempt = AttemptState(resume, self._world, now)
         self._attempt.facts.fired_drills |= before.fired_drills
@@ -430,6 +432,17 @@ class Supervision:
         self.phase = Phase.LAUNCHING
         self.restocking.begin(resume)
         self._group.start(seats(resume))
+
+    def _resize(self, resume: ResumeState, now: float) -> None:
+        """With resources.min_nodes the next attempt may have more or fewer ranks."""
+        world = world_size(resume)
+        if world == self._world:
+            return
+        self._spec, self._world = resume.spec, world
+        self._shelf.resize(world, facts_of(resume.spec))
+        self._starts.resize(world, resume.attempt)
+        draft = other_degrees(resume.spec, now)
+        self._journal.happened(notices.Notice(draft.kind, draft.message, dict(draft.detail)), now)
 
     def _launch(self, now: float) -> None:
         """Give the ranks out once all workers are there."""
