@@ -44,6 +44,10 @@ class RecoveryConfig(_Section):
     a long job would have spent any budget for life."""
     max_attempts_without_progress: int = Field(3, ge=1)
     """Attempts in a row without a new step after which the job ends instead of looping."""
+    budget_window_steps: int = Field(2000, ge=1)
+    """Newest steps in which the budgets count what was done, but for ``max_lr_cuts`` and
+    ``max_exchange_fallbacks``, which are for the job's life: of a long job's bad batches each is a
+    trouble of its own."""
     max_skips: int = Field(20, ge=0)
     """Non-finite steps whose update may be left out."""
     max_consecutive_skips: int = Field(3, ge=1)
@@ -53,6 +57,8 @@ class RecoveryConfig(_Section):
     max_consecutive_rollbacks: int = Field(3, ge=1)
     """Such rollbacks in a row, each within ``horizon`` of the one before, after which the state is
     suspected, not the batches. With 2 and 4 batches more than were bad, three reach over 9."""
+    max_whole_fallbacks: int = Field(2, ge=0)
+    """Times that all layers may be moved to BF16."""
     max_accepted_leaps: int = Field(2, ge=0)
     """Leaps of the loss that may be taken for a change of the data, after other batches and BF16
     led to the same; 0: never, the learning rate is lowered instead."""
@@ -66,6 +72,9 @@ class RecoveryConfig(_Section):
     """Factor of the rung that lowers the learning rate."""
     max_lr_cuts: int = Field(3, ge=0)
     """Times that the learning rate may be lowered."""
+    batch_horizon: int = Field(25, ge=1)
+    """The same for leaps of loss or gradients, which a bad batch explains: once training has come
+    so far beyond a skipped one, the next is another."""
     horizon: int = Field(200, ge=1)
     """Steps within which an incident counts as the same trouble recurring."""
     calm_steps: int = Field(100, ge=1)

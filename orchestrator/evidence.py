@@ -30,15 +30,24 @@ EARLY: frozenset[IncidentKind] = frozenset({"projected_overflow", "underflow", "
 """FP8 fits a layer badly, or soon will; the state that training is in is still good."""
 LEAPS: frozenset[IncidentKind] = frozenset({"loss_spike", "grad_norm_spike"})
 """What one bad batch shows as."""
+SAME_STEPS = {False: 3, True: 16}
+"""Steps within which leaps, and plateaus, are taken to begin at the same: a new domain's first
+batches may be easy, and a plateau's beginning is known to half an average's length."""
 SAME_HEIGHT = 1.5
 """Ratio of losses up to which they are taken to be as high: batches of a new domain differ."""
 CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
 """What a rank holds is not what was computed; no remedy of training cures that."""
 
 
-def count(history: History, kind: ActionKind) -> int:
-    """Actions of that kind that the policy took in the job's life."""
-    return sum(action.kind == kind and action.asked is None for action in history.actions)
+def count(history: History, kind: ActionKind, within: int | None = None) -> int:
+    """Actions of that kind that the policy took in the newest ``within`` steps; None: in the job's
+    life."""
+    return sum(
+        action.kind == kind
+        and action.asked is None
+        and (within is None or history.step - action.step < within)
+        for action in history.actions
+    )
 
 
 def kept_by_hand(history: History) -> set[str]:
@@ -77,14 +86,17 @@ def earlier_answer(
     """The newest rollback, of any rung, that answered the same trouble within the horizon.
 
     Step numbers go back with a rollback: an incident at a lower number than the action
-    lies in its replay and is a recurrence too. A leap that was accepted was no trouble.
+    lies in its replay and is a recurrence too. A leap that was accepted was no trouble. Of a
+    bad batch that was skipped nothing is left, so that a leap is another trouble much sooner.
     """
     for action in reversed(history.actions):
         if action.kind == "accept":
             return None
         if action.kind not in ("rollback", "layer_fallback", "whole_bf16", "lower_lr"):
             continue
-        if history.step - action.step > policy.horizon:
+        leaps = is_leap(incidents) and is_leap(action.incidents)
+        reach = min(policy.batch_horizon, policy.horizon) if leaps else policy.horizon
+        if history.step - action.step > reach:
             continue
         if troubles(action.incidents) & troubles(incidents):
             return action
@@ -108,24 +120,31 @@ def answers_in_a_row(
     return tuple(row)
 
 
-def one_batch_each(incidents: Sequence[Incident], row: Sequence[Action]) -> bool:
-    """Whether bad batches, one after the other, explain these incidents and the row's.
-
-    A leap of loss or gradients is what a bad batch shows as, with what it saturates. A slow
-    divergence, or steps that stay non-finite, are a state that other batches don't cure.
-    """
-    every = [*incidents, *(incident for action in row for incident in action.incidents)]
-    return all(incident.kind in LEAPS | SATURATION for incident in every)
+def is_leap(incidents: Sequence[Incident]) -> bool:
+    """Whether a bad batch could be all there is: a leap of loss or gradients, with what it
+    saturates. A slow divergence, or steps that stay non-finite, are a state that other batches
+    don't cure."""
+    kinds = {incident.kind for incident in incidents}
+    return bool(kinds & LEAPS) and kinds <= LEAPS | SATURATION
 
 
-def same_leap(incidents: Sequence[Incident], row: Sequence[Action]) -> float | None:
-    """How high the loss leapt each time, at the same step, if it was to the same height; else None.
+def is_plateau(incidents: Sequence[Incident]) -> bool:
+    """Whether the loss stays above its best without rising."""
+    return all(i.kind == "slow_divergence" and "best" in i.evidence for i in incidents)
+
+
+def same_level(incidents: Sequence[Incident], row: Sequence[Action]) -> float | None:
+    """How high the loss went each time, if it was at the same step and to the same height; else
+    None.
 
     That is what other data looks like, whose first batch any state meets at the same step. A
     state that goes bad does so sooner or later, as its batches are.
     """
     each = [tuple(incidents), *(action.incidents for action in row)]
-    if len({min(incident.onset_step for incident in found) for found in each}) > 1:
+    if not (all(map(is_leap, each)) or all(map(is_plateau, each))):
+        return None
+    onsets = [min(incident.onset_step for incident in found) for found in each]
+    if max(onsets) - min(onsets) > SAME_STEPS[all(map(is_plateau, each))]:
         return None
     losses = [[i.evidence["loss"] for i in found if "loss" in i.evidence] for found in each]
     if not all(losses):

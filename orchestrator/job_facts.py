@@ -32,7 +32,9 @@ class JobFacts:
         self.ledger: tuple[int, ...] = tuple(resume.ledger)
         self.lr_scale = resume.lr_scale
         self.exchange: ExchangeDtype | None = resume.exchange
-        self.guessing_loss = math.log(resume.spec.model.vocab_size)
+        model = resume.spec.model
+        # A model of the user's own may have any loss.
+        self.guessing_loss = math.inf if model.factory else math.log(model.vocab_size)
         """What gradients cross the network in; None: not decided yet."""
         self.fired_drills: set[int] = set(resume.fired_drills)
         self.fp8_layers: tuple[str, ...] = ()

@@ -15,13 +15,14 @@ What decides is evidence:
   BF16: no state is bad, so nothing is rolled back;
 - a layer that FP8 will soon fit no more, or fits badly, goes to BF16 where training is: no
   state is bad yet;
-- a loss that leaps to the same height at the same step with every batch, in BF16 too, is other
-  data: training goes on;
+- a loss that leaps to the same height, or stays there, from the same step on with every batch, in
+  BF16 too, is other data: training goes on;
 - replicas that differ are restarted from before they did, once within the horizon: a machine
   that corrupts what it holds is for a person;
 - what comes back within the horizon was not cured, and climbs; a leap of loss or gradients only
-  after a few rollbacks, for another bad batch may have followed. Loss, gradient norm and
-  non-finite values are symptoms of one trouble (divergence); saturation is another.
+  after a few rollbacks close to each other, for another bad batch may have followed. Loss,
+  gradient norm and non-finite values are symptoms of one trouble (divergence); saturation is
+  another.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ from orchestrator.evidence import (
     earlier_answer,
     fp8_now,
     fp8_suspects,
+    is_leap,
+    is_plateau,
     landing,
-    one_batch_each,
     onset,
     raised_again,
     repaired_within,
-    same_leap,
+    same_level,
     skips_in_a_row,
     snapshot_before,
 )
 from orchestrator.restart_budget import restarts_spent
 
+WORST_DATA = 1.5
+"""Times the loss of guessing that data may cost a good state: one that is sure of the other."""
 SKIPPING: tuple[ActionKind, ...] = ("rollback",)
 """Answers that leave batches out, and nothing else."""
 
@@ -128,23 +132,33 @@ def no_instability(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOve
     return None
 
 
-def spent(kind: ActionKind, history: History, key: str, budget: int) -> PassedOver | None:
-    """Whether the budget ``recovery.<key>`` is used up."""
-    used = count(history, kind)
-    if used >= budget:
-        return PassedOver(kind, f"{used} of recovery.{key} = {budget} are used")
-    return None
+def spent(
+    kind: ActionKind, history: History, policy: RecoveryConfig, key: str, *, for_life: bool = False
+) -> PassedOver | None:
+    """Whether the budget ``recovery.<key>`` is used up, in the window of budgets or for life."""
+    within = None if for_life else policy.budget_window_steps
+    used, budget = count(history, kind, within), getattr(policy, key)
+    if used < budget:
+        return None
+    return PassedOver(
+        kind, f"{used} of recovery.{key} = {budget} are used{_since(history, within)}"
+    )
 
 
 def fallbacks_spent(
     kind: ActionKind, history: History, policy: RecoveryConfig
 ) -> PassedOver | None:
     """Whether layers were moved to BF16 as often as they may be, early or late."""
-    used = count(history, "layer_fallback") + count(history, "early_fallback")
-    if used >= policy.max_layer_fallbacks:
-        budget = f"recovery.max_layer_fallbacks = {policy.max_layer_fallbacks}"
-        return PassedOver(kind, f"{used} of {budget} are used")
-    return None
+    within = policy.budget_window_steps
+    used = count(history, "layer_fallback", within) + count(history, "early_fallback", within)
+    if used < policy.max_layer_fallbacks:
+        return None
+    budget = f"recovery.max_layer_fallbacks = {policy.max_layer_fallbacks}"
+    return PassedOver(kind, f"{used} of {budget} are used{_since(history, within)}")
+
+
+def _since(history: History, within: int | None) -> str:
+    return f" since step {history.step - within}" if within and history.step >= within else ""
 
 
 # The rungs.
@@ -161,6 +175,8 @@ class SkipStep:
         others = sorted({i.kind for i in incidents if i.kind != "nonfinite"})
         if others:
             return PassedOver(self.kind, f"answers non-finite steps only, not {', '.join(others)}")
+        if any(incident.evidence.get("update_skipped") == 0.0 for incident in incidents):
+            return PassedOver(self.kind, "the update was made: the state is bad")
         row = len(skips_in_a_row(min(i.step for i in incidents), history)) + 1
         if row > policy.max_consecutive_skips:
             return PassedOver(
@@ -168,7 +184,7 @@ class SkipStep:
                 f"{row} non-finite steps in a row, more than recovery.max_consecutive_skips = "
                 f"{policy.max_consecutive_skips}: the state is bad, not the batch",
             )
-        if refused := spent(self.kind, history, "max_skips", policy.max_skips):
+        if refused := spent(self.kind, history, policy, "max_skips"):
             return refused
         reason = f"The update was left out, which is enough: {cause(incidents)}."
         return drafted(self.kind, incidents, history, reason)
@@ -192,8 +208,7 @@ class ExchangeBF16:
             return PassedOver(self.kind, f"{', '.join(others)} comes first")
         if history.exchange != "fp8":
             return PassedOver(self.kind, "gradients don't cross the network in FP8 any more")
-        budget = policy.max_exchange_fallbacks
-        if refused := spent(self.kind, history, "max_exchange_fallbacks", budget):
+        if refused := spent(self.kind, history, policy, "max_exchange_fallbacks", for_life=True):
             return refused
         reason = f"Gradients cross the network in BF16 from here on: {cause(incidents)}."
         return replace(drafted(self.kind, incidents, history, reason), exchange="bf16")
@@ -248,7 +263,7 @@ class Rollback:
         row = answers_in_a_row(incidents, history, policy, SKIPPING)
         if earlier := earlier_answer(incidents, history, policy):
             back = f"came back within the horizon of {policy.horizon} steps of the"
-            if not row or not one_batch_each(incidents, row):
+            if not row or not all(map(is_leap, (incidents, *(a.incidents for a in row)))):
                 return PassedOver(self.kind, f"{back} {earlier.kind} at step {earlier.step}")
             if len(row) >= policy.max_consecutive_rollbacks:
                 return PassedOver(
@@ -257,7 +272,7 @@ class Rollback:
                     f"(recovery.max_consecutive_rollbacks = {policy.max_consecutive_rollbacks}): "
                     "the state is bad, not the batches",
                 )
-        if refused := spent(self.kind, history, "max_rollbacks", policy.max_rollbacks):
+        if refused := spent(self.kind, history, policy, "max_rollbacks"):
             return refused
         return going_back(self.kind, incidents, history, policy, row=row)
 
@@ -301,6 +316,8 @@ class WholeBF16:
         layers = fp8_now(history)
         if not layers:
             return PassedOver(self.kind, "no layer computes in FP8")
+        if refused := spent(self.kind, history, policy, "max_whole_fallbacks"):
+            return refused
         remedy = f", with all {len(layers)} FP8 layers in BF16"
         action = going_back(self.kind, incidents, history, policy, remedy)
         if isinstance(action, PassedOver):
@@ -323,20 +340,20 @@ class Accept:
         if refused := no_instability(self.kind, incidents):
             return refused
         row = answers_in_a_row(incidents, history, policy, (*SKIPPING, "whole_bf16"))
-        if fp8_now(history) or len(row) < policy.max_consecutive_rollbacks:
-            return PassedOver(self.kind, "other batches and BF16 were not tried yet")
-        height = same_leap(incidents, row) if one_batch_each(incidents, row) else None
+        tries = 1 if is_plateau(incidents) else policy.max_consecutive_rollbacks
+        if fp8_now(history) or len(row) < tries:
+            return PassedOver(self.kind, "other batches, and BF16, were not tried for it yet")
+        height = same_level(incidents, row)
         if height is None:
             return PassedOver(self.kind, "it was not the same leap of the loss each time")
-        if height > history.guessing_loss:
-            worse = f"{height:.3g} is worse than guessing ({history.guessing_loss:.3g} nats)"
-            return PassedOver(self.kind, f"a loss of {worse}: no data does that to a good state")
-        budget = policy.max_accepted_leaps
-        if refused := spent(self.kind, history, "max_accepted_leaps", budget):
+        if height > WORST_DATA * history.guessing_loss:
+            guessed = f"{WORST_DATA:g} times that of guessing ({history.guessing_loss:.3g} nats)"
+            return PassedOver(self.kind, f"a loss of {height:.3g} is more than {guessed}")
+        if refused := spent(self.kind, history, policy, "max_accepted_leaps"):
             return refused
         reason = (
             f"Training goes on and the detectors begin anew: at step {onset(incidents, history)} "
-            f"the loss leaps to {height:.3g} at most, with {len(row) + 1} different stretches of "
+            f"the loss goes up to {height:.3g} at most, with {len(row) + 1} different stretches of "
             f"batches, in BF16 too, so that the data is another and the state is not bad: "
             f"{cause(incidents)}."
         )
@@ -353,7 +370,7 @@ class LowerLR:
     ) -> Action | PassedOver:
         if refused := no_instability(self.kind, incidents):
             return refused
-        if refused := spent(self.kind, history, "max_lr_cuts", policy.max_lr_cuts):
+        if refused := spent(self.kind, history, policy, "max_lr_cuts", for_life=True):
             return refused
         scale = history.lr_scale * policy.lr_factor
         remedy = f", with the learning rate at {scale:.3g} of its schedule"

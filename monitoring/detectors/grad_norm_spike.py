@@ -84,5 +84,11 @@ class GradNormSpike(Detector[NormState]):
                 f"of {usual:.3g} and {sigmas:.0f} robust deviations out "
                 f"(limits {self.config.grad_norm_min_ratio:g}, {self.config.grad_norm_sigmas:g})."
             ),
-            evidence={"grad_norm": norm, "trend": usual, "ratio": ratio, "sigmas": sigmas},
+            evidence={
+                "grad_norm": norm,
+                "trend": usual,
+                "ratio": ratio,
+                "sigmas": sigmas,
+                "loss": record.loss,
+            },
         )

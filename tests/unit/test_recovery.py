@@ -112,7 +112,18 @@ class TestSkipStep:
             assert action.kind == "skip_step"
             hist = replace(hist, actions=(*hist.actions, action))
 
-    def test_its_budget_is_for_the_life_of_the_job(self) -> None:
+    def test_an_update_that_was_made_with_it_is_no_step_that_was_skipped(self) -> None:
+        seen = replace(incident("nonfinite", 61), evidence={"update_skipped": 0.0})
+        action = act(history(), seen)
+        assert action.kind == "rollback" and "the update was made" in why(action, "skip_step")
+
+    def test_its_budget_counts_the_newest_steps(self) -> None:
+        policy = RecoveryConfig(max_skips=1, budget_window_steps=100)
+        first = act(history(10), incident("nonfinite", 10), policy=policy)
+        hist = history(110, actions=(first,))
+        assert act(hist, incident("nonfinite", 110), policy=policy).kind == "skip_step"
+
+    def test_its_budget_is_spent_where_it_is_used_up(self) -> None:
         policy = RecoveryConfig(max_skips=1)
         first = act(history(10), incident("nonfinite", 10), policy=policy)
         action = act(history(actions=(first,)), incident("nonfinite", 61), policy=policy)
@@ -173,6 +184,27 @@ class TestRollback:
         assert "3 in a row" in why(fourth, "rollback")
         assert fourth.precision == dict.fromkeys(LAYERS, "bf16")
 
+    @pytest.mark.parametrize(("every", "steps"), [(37, 300), (260, 40_000)])
+    def test_bad_batches_now_and_then_cost_a_rollback_each_and_nothing_else(
+        self, every: int, steps: int
+    ) -> None:
+        actions: tuple[Action, ...] = ()
+        for step in range(61, steps, every):
+            hist = history(0, actions=actions, restorable=(Restorable(step - 10, 0, True),))
+            hist = replace(hist, step=step, batches={step: step})
+            action = act(hist, incident("loss_spike", step))
+            assert (action.kind, action.skip_batches) == ("rollback", (step,))
+            actions = (*actions, action)
+
+    def test_more_of_them_than_the_budget_climb(self) -> None:
+        actions: tuple[Action, ...] = ()
+        for step in range(100, 2100, 100):
+            hist = history(0, actions=actions, restorable=(Restorable(step - 10, 0, True),))
+            action = act(replace(hist, step=step), incident("loss_spike", step))
+            actions = (*actions, action)
+        kinds = [action.kind for action in actions]
+        assert kinds[:12] == ["rollback"] * POLICY.max_rollbacks + ["whole_bf16"] * 2
+
     def test_another_bad_batch_far_from_the_first_is_skipped_alone(self) -> None:
         first = act(history(), incident("loss_spike", 61))
         hist = history(150, actions=(first,), batches={150: 151}, ledger=(61,))
@@ -191,8 +223,8 @@ class TestRollback:
     def test_a_spike_after_layers_fell_back_for_divergence_climbs(self) -> None:
         first = act(history(), incident("loss_spike", 61, 61, DOWN))
         assert first.kind == "layer_fallback"
-        hist = history(150, actions=(first,), precision={DOWN: "bf16"})
-        assert act(hist, incident("loss_spike", 150)).kind == "whole_bf16"
+        hist = history(80, actions=(first,), precision={DOWN: "bf16"})
+        assert act(hist, incident("loss_spike", 80)).kind == "whole_bf16"
 
     def test_a_snapshot_of_the_onset_itself_is_from_before_it(self) -> None:
         assert act(history(), incident("loss_spike", 61, 50)).to_step == 50
@@ -319,7 +351,7 @@ class TestAccept:
         assert leaping([3.1, 3.3, 2.6, 3.2]).kind == "whole_bf16"
         action = leaping([3.1, 3.3, 2.6, 3.2, 3.0])
         assert action.kind == "accept" and action.to_step is None and not action.skip_batches
-        assert "leaps to 3.3 at most, with 5 different" in action.reason
+        assert "goes up to 3.3 at most, with 5 different" in action.reason
 
     def test_where_nothing_is_in_fp8_other_batches_are_enough(self) -> None:
         assert leaping([3.1, 3.3, 2.6, 3.2], fp8_layers=()).kind == "accept"
@@ -328,13 +360,40 @@ class TestAccept:
         action = leaping([3.1, 3.3, 2.6, 5.2, 3.0])
         assert action.kind == "lower_lr" and "not the same leap" in why(action, "accept")
 
-    def test_a_loss_worse_than_guessing_is_not(self) -> None:
+    def test_a_domain_that_shows_in_the_gradients_first_is_too(self) -> None:
+        """The loss was noisy before: its leap is no spike, and its first batch was easy."""
+        hist = history(guessing_loss=5.5)
+        for step in (100, 100, 100, 101):
+            seen = replace(incident("grad_norm_spike", step), evidence={"loss": 5.9})
+            action = act(replace(hist, step=step), seen)
+            precision = {**hist.precision, **action.precision}
+            hist = replace(hist, actions=(*hist.actions, action), precision=precision)
+        assert action.kind == "whole_bf16"
+        assert act(replace(hist, step=101), leap(101, 4.6)).kind == "accept"
+
+    def test_a_plateau_that_is_the_same_in_bf16_is_other_data_but_a_rise_is_not(self) -> None:
+        def slow(**evidence: float) -> Incident:
+            seen = incident("slow_divergence", 161, 110)
+            return replace(seen, evidence={"loss": 3.8, "fast": 3.8, **evidence})
+
+        for last, kind in ((slow(best=2.7), "accept"), (slow(slow=2.7), "lower_lr")):
+            hist = history(161, guessing_loss=5.5)
+            for answer in ("rollback", "whole_bf16"):
+                action = act(hist, slow(best=2.7))
+                assert action.kind == answer
+                precision = {**hist.precision, **action.precision}
+                hist = replace(hist, actions=(*hist.actions, action), precision=precision)
+            assert act(hist, last).kind == kind
+
+    def test_a_loss_much_worse_than_guessing_is_not(self) -> None:
         action = leaping([9.1, 9.3, 9.6, 9.2, 9.0])
-        assert action.kind == "lower_lr" and "worse than guessing" in why(action, "accept")
+        assert action.kind == "lower_lr" and "more than 1.5 times that of guessing" in why(
+            action, "accept"
+        )
 
     def test_a_leap_at_another_step_is_not(self) -> None:
         hist = history(guessing_loss=5.5)
-        for step in (61, 61, 61, 61, 63):
+        for step in (61, 61, 61, 61, 65):
             action = act(replace(hist, step=step), leap(step, 3.0))
             precision = {**hist.precision, **action.precision}
             hist = replace(hist, actions=(*hist.actions, action), precision=precision)
@@ -346,7 +405,7 @@ class TestAccept:
         again = act(replace(hist, restorable=(Restorable(80, 4, True),)), leap(90, 4.0))
         assert (again.kind, again.skip_batches) == ("rollback", (90,))
 
-    def test_its_budget_is_for_the_life_of_the_job(self) -> None:
+    def test_its_budget_is_spent_like_others(self) -> None:
         spent = (leaping([3.1, 3.3, 2.6, 3.2, 3.0]),) * POLICY.max_accepted_leaps
         action = leaping([3.1, 3.3, 2.6, 3.2, 3.0], actions=spent)
         assert action.kind == "lower_lr" and "max_accepted_leaps = 2" in why(action, "accept")

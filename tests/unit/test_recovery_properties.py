@@ -39,6 +39,7 @@ KINDS: list[IncidentKind] = [
 ]
 EARLY = {"projected_overflow", "underflow", "frozen_scale"}
 BUDGETS = {
+    "whole_bf16": "max_whole_fallbacks",
     "skip_step": "max_skips",
     "rollback": "max_rollbacks",
     "layer_fallback": "max_layer_fallbacks",
@@ -62,6 +63,8 @@ class Job(RuleBasedStateMachine):
             max_layer_fallbacks=st.integers(0, 3),
             max_lr_cuts=st.integers(0, 2),
             max_accepted_leaps=st.integers(0, 1),
+            max_whole_fallbacks=st.integers(0, 2),
+            batch_horizon=st.integers(1, 40),
             max_exchange_fallbacks=st.integers(0, 2),
             max_suspects=st.integers(1, 2),
             horizon=st.integers(1, 40),

@@ -281,7 +281,7 @@ class TestOtherPolicy:
         strict = (
             "{detection: {min_history: 6, loss_min_rise: 0.1, loss_patience: 1}, recovery: {%s}}"
         )
-        policy = parse_policy(strict % "max_consecutive_rollbacks: 1", "p.yaml")
+        policy = parse_policy(strict % "max_consecutive_rollbacks: 1, batch_horizon: 200", "p.yaml")
         spec = policy.applied(trace.spec)
         found = replay(trace, spec)
         assert verdicts(found) == [

@@ -361,7 +361,7 @@ def test_a_spec_without_slots_gets_as_many_as_its_degrees_need() -> None:
 
 
 def test_only_what_is_unset_by_default_can_be_null() -> None:
-    """A stored spec leaves nulls out: a null that means something would come back as the default."""
+    """A stored spec leaves nulls out: one that means something would come back as the default."""
     lost = [
         ".".join((*path, name))
         for path, model in _sections(JobSpec, ())
