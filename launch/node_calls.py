@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NAMESPACE = "octavo"
@@ -52,11 +52,14 @@ def named_actor(name: str) -> Any:
         return None
 
 
-def call_all(calls: Sequence[Call], timeout_s: float) -> Answers:
-    """Make all calls at once. A call may take ``timeout_s`` on a node that is there."""
+def call_all(calls: Sequence[Call], timeout_s: float, *, here: str = "") -> Answers:
+    """Make all calls at once. A call may take ``timeout_s`` on a node that is there.
+
+    ``here``: the node that this process is on, where it needs nobody's help.
+    """
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
+    here = here or ray.get_runtime_context().get_node_id()
     started = time.monotonic()
     waiting: dict[Any, Call] = {}
     signs: dict[str, Any] = {}
@@ -77,6 +80,11 @@ def call_all(calls: Sequence[Call], timeout_s: float) -> Answers:
             call = waiting.pop(reference)
             try:
                 values[call.node_id] = ray.get(reference)
+            except ray.exceptions.ActorDiedError:
+                # The keeper alone may have died, of want of memory; of a dead node Ray says so.
+                alone = replace(call, keeper=None)
+                waiting[_begin(alone)] = alone
+                signs[call.node_id] = None
             except ray.exceptions.RayError as error:
                 silent[call.node_id] = _line(error)
         waited = time.monotonic() - started

@@ -127,11 +127,15 @@ def slow_ranks(incident: Incident, nodes: Sequence[str]) -> Notice:
 def copy_passed_over(report: CopyRefused) -> Notice:
     """A rank's copy is damaged or missing; the next tier, or an older step, is taken."""
     instead = "another copy of it" if report.point is None else "an older step"
-    where = {"memory": "its node's keeper", "partner": "a partner's keeper", "disk": "the disk"}
+    where = {
+        "memory": "in its node's keeper",
+        "partner": "in a partner's keeper",
+        "disk": "on disk",
+    }
     return Notice(
         "copy_passed_over",
-        f"Rank {report.rank}'s copy of step {report.step} on {where[report.tier]} is not used, "
-        f"{instead} is: {report.error.rstrip('. ')}.",
+        f"Rank {report.rank}'s copy of step {report.step} {where[report.tier]} is left out, "
+        f"{instead} is taken: {report.error.rstrip('. ')}.",
         {"rank": report.rank, "step": report.step, "tier": report.tier},
     )
 

@@ -15,7 +15,7 @@ import ray
 from launch.commands import Command, RankResult, Stop
 from launch.keeper import Keeper
 from launch.keeper_clients import KeeperHandles
-from launch.node_calls import NAMESPACE
+from launch.node_calls import NAMESPACE, Call, call_all
 from launch.rank_group import Seat
 from launch.snapshots import DamagedSnapshotError, SnapshotKey, digest_of
 from launch.worker_group import WorkerGroup, free_port
@@ -155,6 +155,22 @@ def test_ranks_that_are_frozen_when_their_supervisor_dies_are_ended_by_the_next(
         assert len(following.ended()) == 0
     finally:
         following.close()
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def test_a_keeper_that_died_leaves_its_node_within_reach(group: WorkerGroup) -> None:
+    dead = ray.remote(Keeper).options(num_cpus=0).remote()
+    pid = ray.get(dead.call.remote(os.getpid))
+    (seat,) = seats()
+    os.kill(pid, 9)
+    until(lambda: not runs(pid))
+    # This process is on the node too, and makes calls to it itself: so as if it were elsewhere.
+    elsewhere = Call(seat.node_id, dead, own_pid)
+    answers = call_all([elsewhere], 60.0, here="another node")
+    assert not answers.silent and answers.values[seat.node_id] not in (pid, os.getpid())
 
 
 def test_stacks_are_taken_of_what_sleeps_and_of_what_is_stopped(

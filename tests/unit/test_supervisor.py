@@ -15,8 +15,10 @@ import pytest
 
 from launch.commands import (
     Command,
+    CopyRefused,
     ExchangeReport,
     RankReport,
+    RestoredOlder,
     RestorePoint,
     Rollback,
     SetExchange,
@@ -790,3 +792,50 @@ def test_commands_are_numbered_without_gaps(bench: Make) -> None:
     job.ranks.on_post = numbers.append
     job.train(200)
     assert [c.number for c in numbers] == list(range(1, len(numbers) + 1))
+
+
+class TestDamagedCopies:
+    def told(self, job: Bench, rank: int, point: RestorePoint | None, tier: Any) -> None:
+        job.supervision.deliver([CopyRefused(2, 0, rank, 20, tier, "digest is a…, b… was", point)])
+
+    def restarted(self, bench: Make) -> Bench:
+        job = bench()
+        job.train(23)
+        job.ranks.lose(1)
+        job.step()
+        job.step()
+        assert [p.step for p in job.ranks.attempts[-1][0].fallbacks] == [15, 10, 5, 0]
+        return job
+
+    def test_a_copy_that_has_another_one_is_told_and_stays_a_point_to_start_from(
+        self, bench: Make
+    ) -> None:
+        job = self.restarted(bench)
+        self.told(job, 1, None, "memory")
+        job.train(1)
+        message = job.settled().event("copy_passed_over").message
+        assert message == (
+            "Rank 1's copy of step 20 in its node's keeper is left out, another copy of it is "
+            "taken: digest is a…, b… was."
+        )
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        assert job.ranks.attempts[-1][0].restore.step == 20  # type: ignore[union-attr]
+
+    def test_ranks_that_go_down_to_an_older_step_cost_no_restart(self, bench: Make) -> None:
+        job = self.restarted(bench)
+        first, older = job.ranks.attempts[-1][0].restore, job.ranks.attempts[-1][0].fallbacks[0]
+        self.told(job, 1, first, "partner")
+        job.supervision.deliver([RestoredOlder(2, 0, 0, older.step, older)])
+        job.ranks.step = older.step
+        job.train(20)
+        assert job.settled().kinds() == ["restart"], "the one that the lost rank cost"
+        assert "starts at step 15" in job.controller.event("restored_older").message
+        again = [s["step"] for s in job.controller.steps if s["attempt"] == 2]
+        assert again[0] == 15 and job.controller.event("recovered").detail["steps_lost"] == 8
+        job.ranks.lose(0)
+        job.step()
+        job.step()
+        restore = job.ranks.attempts[-1][0].restore
+        assert restore is not None and restore != first, "it is never offered again"
