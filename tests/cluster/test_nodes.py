@@ -7,13 +7,18 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from launch.preflight import Demand, Limits, Verdict
+from launch.preflight_run import PreflightRun
+from launch.rank_group import Seat
 from orchestrator.client import Client
 from orchestrator.home import Home, HomeConfig
 from orchestrator.lifecycle import Cause
@@ -150,6 +155,54 @@ def test_seats_are_pinned_replaced_and_given_back_one_by_one(
     until(lambda: not keepers(), "end of the keepers")
     until(lambda: len(free()) == 4, "nodes given back")
     for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+
+
+class Answering:
+    """A worker, as far as preflight asks for one."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def test_nodes_are_checked_by_themselves_and_in_pairs_and_one_that_is_gone_is_named(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    seats, workers = [], {}
+    for number, node in enumerate(nodes):
+        place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        actor = ray.remote(Answering).options(num_cpus=0, scheduling_strategy=place).remote()
+        seats.append(Seat(node.node_id, node.node_ip_address, 1, f"keeper-{number}"))
+        workers[node.node_id] = actor
+
+    def verdict(newcomers: set[str], **demand: Any) -> Verdict:
+        asked = replace(Demand(1, 1, 1, str(tmp_path / "job"), False, False), **demand)
+        run = PreflightRun(
+            seats,
+            workers,
+            newcomers,
+            asked,
+            Limits(5.0, None),
+            now=time.time(),
+            timeout_s=60.0,
+            clock=time.time,
+        )
+        found: Verdict = until(lambda: run.verdict(time.time()), "verdict", 90.0)
+        return found
+
+    first, second = (seat.node_id for seat in seats)
+    passed = verdict({first, second})
+    assert not passed.failed and passed.device == "cpu" and passed.nodes == 2
+    assert passed.slowest_mbit_s is not None and passed.slowest_mbit_s > 0
+    # Only the newcomer is looked at, but its link with the other one too.
+    again = verdict({second}, disk_bytes=1 << 60)
+    assert list(again.failed) == [second] and again.failed[second].for_this_job
+    assert not verdict({second}).failed
+    ray.kill(workers[second])
+    gone = verdict({first, second})
+    assert list(gone.failed) == [second] and "ActorDiedError" in gone.failed[second].reason
+    for node in nodes:
         cluster.remove_node(node)
 
 
