@@ -227,7 +227,8 @@ class CopyRefused:
     error: str
     """One sentence for a person."""
     point: RestorePoint | None = None
-    """Set where this rank has no other copy of that step: no rank can start from it."""
+    """Set where this rank will never have another copy of that step: no rank can start from it.
+    A keeper that doesn't answer may do so the next time."""
 
 
 @dataclass(frozen=True, slots=True)

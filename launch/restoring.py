@@ -96,6 +96,7 @@ class Restorer:
         """This rank's copy, or what is wrong with the last one it could have had."""
         error: SnapshotError | None = None
         ways = self._ways(point)
+        lost = True
         for number, (tier, fetch) in enumerate(ways):
             try:
                 return fetch()
@@ -103,9 +104,11 @@ class Restorer:
                 # A keeper doesn't know whose partner it is.
                 error = type(refused)(refused.rank, refused.step, tier, refused.detail)
             except Exception as unreachable:  # noqa: BLE001 - whatever became of the keeper
+                # It may answer the next attempt.
+                lost = False
                 why = f"{type(unreachable).__name__}: {unreachable}".splitlines()[0]
                 error = MissingSnapshotError(self._assignment.rank, point.step, tier, why)
-            self._tell(tier, error, point if number == len(ways) - 1 else None)
+            self._tell(tier, error, point if lost and number == len(ways) - 1 else None)
         if error is None:
             error = self._nowhere(point)
             self._tell(point.tier, error, point)

@@ -11,7 +11,7 @@ from launch.commands import Assignment, CopyRefused, Report, RestoredOlder, Rest
 from launch.config import RunConfig
 from launch.keeper import Keeper
 from launch.restoring import Restorer
-from launch.snapshots import SnapshotError, SnapshotKey, digest_of
+from launch.snapshots import SnapshotError, SnapshotKey, StoredSnapshot, digest_of
 from launch.state_block import StateLayout
 from launch.state_header import LAYOUT
 from parallel.layout import RankLayout
@@ -37,7 +37,16 @@ def state_of(rank: int, step: int) -> bytes:
     return block.numpy().tobytes()
 
 
-def look(rank: int, damaged: list[Damage], empty: list[Damage]) -> tuple[Any, list[Report]]:
+class Silent:
+    """A keeper whose node doesn't answer."""
+
+    def get(self, key: SnapshotKey) -> StoredSnapshot | None:
+        raise ConnectionError("its node doesn't answer")
+
+
+def look(
+    rank: int, damaged: list[Damage], empty: list[Damage], silent: list[tuple[int, str]]
+) -> tuple[Any, list[Report]]:
     """What one rank finds, and what it tells."""
     sources = []
     for tier in ("memory", "partner"):
@@ -52,7 +61,7 @@ def look(rank: int, damaged: list[Damage], empty: list[Damage]) -> tuple[Any, li
                 held = keeper.get(key)
                 assert held is not None
                 held.payload[-1] ^= 1  # type: ignore[index]
-        sources.append((tier, keeper))
+        sources.append((tier, Silent() if (rank, tier) in silent else keeper))
     assignment = Assignment(
         job="job",
         attempt=2,
@@ -83,8 +92,8 @@ def look(rank: int, damaged: list[Damage], empty: list[Damage]) -> tuple[Any, li
     return (found.point.step, found.meta["step"], found.tensors["weights"][0].item()), told
 
 
-def body(rank: int, world_size: int, cases: list[tuple[list[Damage], list[Damage]]]) -> Any:
-    return [look(rank, damaged, empty) for damaged, empty in cases]
+def body(rank: int, world_size: int, cases: list[Any]) -> Any:
+    return [look(rank, *case) for case in cases]
 
 
 def refusals(told: list[Report]) -> list[tuple[str, int, bool]]:
@@ -96,10 +105,18 @@ def test_ranks_pass_over_what_is_damaged_and_start_at_one_step() -> None:
     own, partners = (1, "memory", 20), (1, "partner", 20)
     everything = [(1, tier, step) for tier in ("memory", "partner") for step in (10, 20)]
     first, second = run_ranks(
-        body, 2, [([], []), ([own], []), ([own], [partners]), (everything, [])]
+        body,
+        2,
+        [
+            ([], [], []),
+            ([own], [], []),
+            ([own], [partners], []),
+            (everything, [], []),
+            ([own], [], [(1, "partner")]),
+        ],
     )
 
-    whole, next_tier, next_step, nothing = zip(first, second, strict=True)
+    whole, next_tier, next_step, nothing, silence = zip(first, second, strict=True)
     assert [found for found, _ in whole] == [(20, 20, 20.0), (20, 20, 120.0)]
     assert [told for _, told in whole] == [[], []]
 
@@ -114,3 +131,6 @@ def test_ranks_pass_over_what_is_damaged_and_start_at_one_step() -> None:
 
     assert nothing[0][0] == nothing[1][0], "all ranks raise the same"
     assert nothing[0][0].startswith("rank 1: copy of step 10 in tier partner: digest is")
+
+    assert [found for found, _ in silence] == [(10, 10, 10.0), (10, 10, 110.0)]
+    assert refusals(silence[1][1])[:2] == [("memory", 20, False), ("partner", 20, False)]
