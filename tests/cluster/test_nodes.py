@@ -250,3 +250,41 @@ def test_a_job_makes_room_for_a_more_important_one_and_goes_on_to_the_bit(
     assert losses(client, low) == losses(client, high)
     (node,) = [n for n in client.nodes() if n["total"].get("CPU")]
     assert node["held_by"] == [] and node["quarantine"] is None
+
+
+def test_a_job_goes_on_with_fewer_nodes_and_another_begins_where_it_ended(
+    cluster: Cluster, client: Client, tmp_path: Path
+) -> None:
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    until(lambda: sum(bool(n["total"].get("CPU")) for n in client.nodes()) == 2, "two nodes")
+    elastic = job(
+        tmp_path,
+        "elastic",
+        num_nodes=2,
+        resources={"standby": False, "min_nodes": 1},
+        checkpoint={"every": 5},
+    )
+    name = client.submit(elastic, "elastic.yaml")["id"]
+    folder = Path(client.job(name)["job_dir"])
+    until(lambda: list((folder / "checkpoints").glob("step-*")), "checkpoint", 120.0)
+    cluster.remove_node(nodes[1], allow_graceful=False)
+    until(lambda: client.job(name)["settled"], "end", 180.0)
+    told = client.events(name)["events"]
+    assert client.job(name)["state"] == "succeeded", [event["message"] for event in told]
+    kinds = [event["kind"] for event in told]
+    assert kinds.index("nodes_resized") < kinds.index("degrees")
+    (degrees,) = [event["message"] for event in told if event["kind"] == "degrees"]
+    assert "data 1" in degrees and "on 1 nodes" in degrees
+    assert {step for step, _ in losses(client, name)} == set(range(STEPS))
+
+    # With another length, on other degrees, where the first one ended.
+    longer = elastic["training"] | {"steps": STEPS + 5}
+    second = job(tmp_path, "second", training=longer, checkpoint={"resume_from": str(folder)})
+    name = client.submit(second, "second.yaml")["id"]
+    until(lambda: client.job(name)["settled"], "end of the second", 120.0)
+    told = client.events(name)["events"]
+    assert client.job(name)["state"] == "succeeded", [event["message"] for event in told]
+    assert "resumed" in [event["kind"] for event in told]
+    assert [step for step, _ in losses(client, name)] == list(range(STEPS, STEPS + 5))
