@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from monitoring.records import Incident, IncidentKind, Suspect
 from orchestrator.actions import Action, ActionKind, History, Restorable
 from orchestrator.config import RecoveryConfig
+from orchestrator.fresh_start import since_fresh_start
 from orchestrator.restart_budget import is_restart, restarts_spent
 
 LOST_RANK: frozenset[IncidentKind] = frozenset(
@@ -40,13 +41,13 @@ CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
 
 
 def count(history: History, kind: ActionKind, within: int | None = None) -> int:
-    """Actions of that kind that the policy took in the newest ``within`` steps; None: in the job's
-    life."""
+    """Actions of that kind that the policy took in the newest ``within`` steps, or in the job's
+    life; what came before a person resumed it is another life (``orchestrator.fresh_start``)."""
     return sum(
         action.kind == kind
         and action.asked is None
         and (within is None or history.step - action.step < within)
-        for action in history.actions
+        for action in since_fresh_start(history.actions)
     )
 
 
@@ -89,7 +90,7 @@ def earlier_answer(
     lies in its replay and is a recurrence too. A leap that was accepted was no trouble. Of a
     bad batch that was skipped nothing is left, so that a leap is another trouble much sooner.
     """
-    for action in reversed(history.actions):
+    for action in reversed(since_fresh_start(history.actions)):
         if action.kind == "accept":
             return None
         if action.kind not in ("rollback", "layer_fallback", "whole_bf16", "lower_lr"):
@@ -241,11 +242,7 @@ def landing(
     ``further_batches`` says.
     """
     first = onset(incidents, history)
-    skip = tuple(
-        history.batches[step]
-        for step in range(first, history.step + 1)
-        if step in history.batches and history.batches[step] not in history.ledger
-    )
+    skip = touched_batches(first, history)
     skip += further_batches(skip, history, row)
     skipping = f" and skip {spans(skip, 'batch', 'batches')}" if skip else ""
     found = snapshot_before(first, history.restorable)
@@ -261,6 +258,15 @@ def landing(
         return f"no snapshot at or before step {first} is in memory, and {why}"
     words = f"restart from the newest checkpoint at or before step {first}{skipping}"
     return Landing(first, False, skip, words)
+
+
+def touched_batches(first: int, history: History) -> tuple[int, ...]:
+    """Batches of the steps from ``first`` to the newest, as far as they are known."""
+    return tuple(
+        history.batches[step]
+        for step in range(first, history.step + 1)
+        if step in history.batches and history.batches[step] not in history.ledger
+    )
 
 
 def further_batches(
@@ -310,7 +316,7 @@ def repaired_within(history: History, policy: RecoveryConfig) -> Action | None:
     return next(
         (
             action
-            for action in reversed(history.actions)
+            for action in reversed(since_fresh_start(history.actions))
             if is_restart(action)
             and any(incident.kind in CORRUPTION for incident in action.incidents)
             and history.step - action.step <= policy.horizon

@@ -1,13 +1,14 @@
 """How many restarts recovery may cost, and when they no longer get a job anywhere. Pure.
 
 Promises: both are counted from stored actions; what a person asked for charges nothing, and after
-a pause or a failure that a person resumed, attempts without progress are counted anew.
+a pause or a failure that a person resumed, both are counted anew (``orchestrator.fresh_start``).
 """
 
 from __future__ import annotations
 
 from orchestrator.actions import Action, History
 from orchestrator.config import RecoveryConfig
+from orchestrator.fresh_start import since_fresh_start
 
 
 def is_restart(action: Action) -> bool:
@@ -24,7 +25,7 @@ def restarts_within(history: History, window_steps: int) -> int:
     """
     return sum(
         is_restart(action) and action.asked is None and history.step - action.step < window_steps
-        for action in history.actions
+        for action in since_fresh_start(history.actions)
     )
 
 

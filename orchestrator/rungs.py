@@ -54,6 +54,8 @@ from orchestrator.evidence import (
     same_level,
     skips_in_a_row,
     snapshot_before,
+    spans,
+    touched_batches,
 )
 from orchestrator.restart_budget import restarts_spent
 
@@ -431,8 +433,10 @@ class Exhausted:
     """Answers everything, last: stop and call a person.
 
     Where a snapshot from before the trouble is left, a pause goes back to it first, so
-    that the checkpoint it leaves behind is of a good state. An error that the ranks raise
-    in every attempt is for whoever wrote the job, so it fails.
+    that the checkpoint it leaves behind is of a good state; else ``to_step`` says how far back
+    a resumed job starts. It leaves out the batches that the touched steps used, and its ladder
+    begins anew (``orchestrator.fresh_start``). An error that the ranks raise in every attempt is
+    for whoever wrote the job, so it fails.
     """
 
     kind: ActionKind = "pause"
@@ -441,12 +445,18 @@ class Exhausted:
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
         lost = any(incident.kind in LOST_RANK for incident in incidents)
-        found = None if lost else snapshot_before(onset(incidents, history), history.restorable)
+        unstable = no_instability(self.kind, incidents) is None
+        first = onset(incidents, history)
+        found = None if lost else snapshot_before(first, history.restorable)
+        skip = touched_batches(first, history) if unstable else ()
         failing = policy.on_exhausted == "fail" or raised_again(incidents, history)
         told = "Failed" if failing else "Paused for a person"
         spent = restarts_spent(history, policy) if lost else ""
-        reason = f"{told}, {spent or 'no rung of the ladder is left'}: {cause(incidents)}."
+        skipping = f"; resumed, it skips {spans(skip, 'batch', 'batches')}" if skip else ""
+        why = spent or "no rung of the ladder is left"
+        reason = f"{told}, {why}{skipping}: {cause(incidents)}."
         action = drafted("fail" if failing else "pause", incidents, history, reason)
+        action = replace(action, skip_batches=skip)
         if failing or found is None:
-            return replace(action, in_place=False)
+            return replace(action, in_place=False, to_step=first if unstable else None)
         return replace(action, to_step=found.step)

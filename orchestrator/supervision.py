@@ -319,6 +319,9 @@ class Supervision:
                 self.post(SetPrecision(dict(action.precision)))
             case "fail":
                 self._finish(now, JobState.FAILED, Cause.ERROR, action.reason)
+            case "pause" if action.to_step is not None and not action.in_place:
+                # A checkpoint of a state that is gone back from would push out good ones.
+                self._finish(now, JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
             case "pause":
                 if action.to_step is not None:
                     self.go_back(action, now)
