@@ -103,6 +103,10 @@ def _bits(value: float) -> bytes:
     return struct.pack("<d", value)
 
 
+def _number(bits: bytes) -> float:
+    return float(struct.unpack("<d", bits)[0])
+
+
 def _config(corpus: str, zero_stage: int, recipe: str, **more: Any) -> RunConfig:
     values = {
         "num_nodes": 1,
@@ -433,6 +437,15 @@ def test_a_stopped_run_resumes_from_its_checkpoint_to_the_bit(
     expected = undisturbed(1, "delayed")[0].losses()
     for rank in resumed:
         assert rank.losses() == {s: expected[s] for s in range(step, STEPS)}
+
+    # As many ranks of other degrees: the same batches, the same state, sums in another order.
+    turned = train(
+        job_dir=tmp_path, attempt=3, restore=point, config={**config, **LAYOUTS["TP2xPP2"]}
+    )
+    for rank in turned:
+        assert [r.batch for r in rank.reports] == list(range(step, STEPS))
+        for report in rank.reports:
+            assert report.loss == pytest.approx(_number(expected[report.step]), rel=2e-3)
 
 
 def test_an_unwritable_job_folder_is_reported_and_training_goes_on(
