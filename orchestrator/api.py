@@ -57,7 +57,7 @@ from orchestrator.api_stream import add_streams
 from orchestrator.controller import Controller, SubmitConflictError
 from orchestrator.degrees import Word
 from orchestrator.lifecycle import TransitionRefused, nothing_to_do
-from orchestrator.node_desk import NodeNotFoundError
+from orchestrator.node_roll import NodeNotFoundError
 from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of
@@ -68,6 +68,7 @@ from orchestrator.store_controls import (
     ControlRefusedError,
     UnknownControlError,
 )
+from orchestrator.store_errors import StoreUnavailableError
 from orchestrator.store_rows import JobRow, UnknownJobError, settled
 
 logger = logging.getLogger(__name__)
@@ -344,6 +345,11 @@ def _add_errors(app: FastAPI) -> None:
     def http(_: Request, error: AnyHTTPException) -> JSONResponse:
         detail = str(error.detail)
         return _error(error.status_code, detail[:1].lower() + detail[1:])
+
+    @app.exception_handler(StoreUnavailableError)
+    def without_store(_: Request, error: StoreUnavailableError) -> JSONResponse:
+        logger.error("a request failed: %s", error)
+        return _error(503, f"{error}; nothing was changed, try again in a moment")
 
     @app.exception_handler(Exception)
     def unexpected(_: Request, error: Exception) -> JSONResponse:

@@ -47,6 +47,7 @@ from orchestrator.store_controls import (
     stored_control,
     stored_controls,
 )
+from orchestrator.store_errors import passing_trouble
 from orchestrator.store_nodes import NodeRecords
 from orchestrator.store_numbers import numbers
 from orchestrator.store_rows import (
@@ -76,6 +77,9 @@ from orchestrator.store_tables import (
     steps,
 )
 from orchestrator.store_webhooks import Delivery, due_webhooks, set_due
+
+BUSY_MS = 10_000
+"""Milliseconds that SQLite waits for another writer."""
 
 
 class Store:
@@ -496,6 +500,7 @@ class Store:
                     step=row["step"],
                     held=tuple(int(n) for n in row["held"].split(",") if n),
                     decides=bool(row["decides"]),
+                    ended=bool(row["ended"]),
                 )
                 for row in rows
             ]
@@ -520,12 +525,12 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
-        with self._writing, self._engine.begin() as db:
+        with passing_trouble(), self._writing, self._engine.begin() as db:
             yield db
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
-        with self._engine.connect() as db:
+        with passing_trouble(), self._engine.connect() as db:
             yield db
 
 
@@ -538,7 +543,7 @@ def _engine(url: str) -> Engine:
     @sa.event.listens_for(engine, "connect")
     def _connected(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "busy_timeout=10000", "foreign_keys=ON"):
+        for pragma in ("journal_mode=WAL", f"busy_timeout={BUSY_MS}", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @sa.event.listens_for(engine, "begin")

@@ -34,6 +34,7 @@ from orchestrator.protocol import (
     SupervisorBatch,
 )
 from orchestrator.spec_backend import backend_of
+from orchestrator.store_errors import StoreUnavailableError
 from orchestrator.supervision import Phase, Supervision
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,11 @@ class RayController:
                 self._actor = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
             return ray.get(getattr(self._actor, method).remote(*args), timeout=ANSWER_S)
         except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+            cause = error.as_instanceof_cause()
+            if isinstance(cause, StoreUnavailableError):
+                # As good as a controller that is away: what it was told, it is told again.
+                raise ControllerUnreachableError(str(error.cause)) from None
+            raise cause from None
         except (ValueError, ray.exceptions.RayError) as error:
             self._actor = None
             raise ControllerUnreachableError(f"{type(error).__name__}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action, PassedOver
@@ -27,6 +29,7 @@ from orchestrator.protocol import (
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
 from orchestrator.store import Store
+from orchestrator.store_errors import StoreUnavailableError
 from orchestrator.store_rows import UnknownJobError
 
 JOB = "toy-00000a"
@@ -340,3 +343,28 @@ def test_step_records_are_kept_small_and_older_plain_ones_are_still_read(
     first, second = store.steps(job)
     assert first == {"id": first["id"], **wide}
     assert second == {"id": second["id"], **step(1)}
+
+
+class TestPassingTrouble:
+    def test_a_store_that_somebody_holds_is_told_apart_and_works_afterwards(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("orchestrator.store.BUSY_MS", 50)
+        store = Store(f"sqlite:///{tmp_path}/store.db")
+        other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="locked"):
+            store.add_job(JOB, toy_spec(), str(tmp_path), "toy.yaml", 1.0)
+        other.execute("ROLLBACK")
+        other.close()
+        store.add_job(JOB, toy_spec(), str(tmp_path), "toy.yaml", 1.0)
+        assert [row.id for row in store.jobs_to_tend()] == [JOB]
+
+    def test_a_fault_of_ours_is_none(self, tmp_path: Path) -> None:
+        store = Store(f"sqlite:///{tmp_path}/store.db")
+        with pytest.raises(OperationalError, match="no such table"), store._read() as db:
+            db.exec_driver_sql("SELECT * FROM nowhere")
+
+    def test_it_survives_the_way_between_processes(self) -> None:
+        error = pickle.loads(pickle.dumps(StoreUnavailableError("the store can't be used")))
+        assert str(error) == "the store can't be used"
