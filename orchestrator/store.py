@@ -500,7 +500,6 @@ class Store:
                     step=row["step"],
                     held=tuple(int(n) for n in row["held"].split(",") if n),
                     decides=bool(row["decides"]),
-                    ended=bool(row["ended"]),
                 )
                 for row in rows
             ]
