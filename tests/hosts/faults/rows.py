@@ -151,13 +151,20 @@ def take_manifest(checkpoint: Path) -> None:
 def flip_replica(scene: Scene) -> None:
     """One bit in every copy that the other nodes' keepers hold, then the node is lost."""
     lost = scene.node_without_head()
+    ranks = [rank.pid for rank in scene.ranks()]
+    # No newer copy may come while the bits are looked for, nor while the loss goes unnoticed.
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
     flipped = 0
     for node in scene.cluster.nodes:
         if node is not lost:
             flipped += sum(flip_copies(pid) for pid in node.processes("ray::Keeper"))
+    lost.kill()
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     if not flipped:
         raise HangError("no copy was found in any keeper")
-    lost.kill()
 
 
 def fill_queue(scene: Scene) -> None:
