@@ -57,7 +57,7 @@ from orchestrator.api_stream import add_streams
 from orchestrator.controller import Controller, SubmitConflictError
 from orchestrator.degrees import Word
 from orchestrator.lifecycle import TransitionRefused, nothing_to_do
-from orchestrator.node_desk import NodeNotFoundError
+from orchestrator.node_roll import NodeNotFoundError
 from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of

@@ -37,17 +37,17 @@ class ReleaseRequest(BaseModel):
 
 def add_nodes(app: FastAPI, controller: Controller) -> None:
     """The routes."""
-    desk = controller.desk
+    roll = controller.roll
 
     @app.get("/v1/nodes")
     def nodes() -> dict[str, Any]:
-        return {"nodes": [view.to_json() for view in desk.view(time.time())]}
+        return {"nodes": [view.to_json() for view in roll.view(time.time())]}
 
     @app.post("/v1/nodes/{node}/quarantine")
     def quarantine(node: str, body: QuarantineRequest) -> dict[str, Any]:
-        view = desk.quarantine(node, body.reason, body.by, body.seconds, time.time())
+        view = roll.quarantine(node, body.reason, body.by, body.seconds, time.time())
         return view.to_json()
 
     @app.post("/v1/nodes/{node}/release")
     def release(node: str, body: ReleaseRequest | None = None) -> dict[str, Any]:
-        return desk.release_node(node, (body or ReleaseRequest()).by, time.time()).to_json()
+        return roll.release(node, (body or ReleaseRequest()).by, time.time()).to_json()

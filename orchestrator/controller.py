@@ -29,6 +29,7 @@ from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.node_desk import NodeDesk, Sight
 from orchestrator.node_groups import NodeGroups
+from orchestrator.node_roll import NodeRoll
 from orchestrator.notices import decided, seen
 from orchestrator.preemption import Preemption, ticket_of
 from orchestrator.protocol import (
@@ -96,6 +97,7 @@ class Controller:
     ) -> None:
         self.store = store
         self.desk = NodeDesk(store, groups, quarantine, fixed=fixed_cluster)
+        self.roll = NodeRoll(store, groups)
         self._preemption = Preemption(store, self.desk)
         self._supervisors = supervisors
         self._jobs_dir = jobs_dir

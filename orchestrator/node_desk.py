@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from orchestrator.config import QuarantineConfig
 from orchestrator.lifecycle import JobState, TransitionRefused
 from orchestrator.node_groups import NodeGroups, group_name
+from orchestrator.node_notices import moves, resized, spare_told
 from orchestrator.placement import (
     Barred,
     Fit,
@@ -51,34 +51,6 @@ FILL_EVERY_S = 2.0
 """Seconds between two looks for spares."""
 GIVEN_UP_S = 10.0
 """Seconds for which a job that gave up its spares looks for no others."""
-
-
-class NodeNotFoundError(KeyError):
-    """No node goes by this word, or several do."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """A node as people see it."""
-
-    node_id: str
-    address: str
-    name: str
-    alive: bool
-    total: dict[str, float]
-    free: dict[str, float]
-    held_by: tuple[tuple[str, int, bool], ...]
-    """(job, slots, spare)."""
-    quarantine: Quarantine | None
-
-    def to_json(self) -> dict[str, Any]:
-        held = [{"job": j, "slots": s, "spare": spare} for j, s, spare in self.held_by]
-        row = {**asdict(self), "held_by": held}
-        row["quarantine"] = None if self.quarantine is None else asdict(self.quarantine)
-        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +213,7 @@ class NodeDesk:
                     return f"needs {need} again; Ray didn't grant {_told_nodes(refused)} yet"
             self._short.pop(row.id, None)
             if plan.nodes != row.nodes:
-                told = [*_moves(plan, lost, barred, now), *_resized(row, plan, now)]
+                told = [*moves(plan, lost, barred, now), *resized(row, plan, now)]
                 self._store.replace_nodes(row.id, plan.nodes, *told)
                 gone = [seat for seat in plan.dropped if seat.bundle in lost]
                 self._groups.give_back(row.id, gone)
@@ -295,7 +267,7 @@ class NodeDesk:
                 found = ()
             if not found and not bad:
                 return None
-            told = [_spare_told(seat, now) for seat in found]
+            told = [spare_told(seat, now) for seat in found]
             self._store.replace_nodes(row.id, (*kept, *found), *told)
             self._groups.give_back(row.id, bad)
         return tuple(seat for seat in (*kept, *found) if seat.spare)
@@ -338,73 +310,6 @@ class NodeDesk:
         if shapes != self._wished:
             self._groups.wish(shapes)
             self._wished = shapes
-
-    # -- people
-
-    def view(self, now: float) -> list[NodeView]:
-        """All nodes that live, and those that are quarantined and don't."""
-        nodes = self._groups.capacities()
-        held: dict[str, list[tuple[str, int, bool]]] = {}
-        rows = [row for row in self._store.jobs_to_tend() if row.nodes]
-        for row in rows:
-            for seat in row.nodes:
-                held.setdefault(seat.node_id, []).append((row.id, seat.slots, seat.spare))
-        entries = [q for q in self._store.nodes.quarantines() if q.active(now)]
-        views = []
-        for node in nodes:
-            mine = [q for q in entries if q.concerns(node)]
-            views.append(_view(node, True, held, mine[-1] if mine else None))
-        for entry in entries:
-            if not any(entry.concerns(node) for node in nodes):
-                gone = NodeCapacity(entry.node_id, {}, {}, entry.address)
-                views.append(_view(gone, False, held, entry))
-        return views
-
-    def quarantine(
-        self, word: str, reason: str, by: str, seconds: float | None, now: float
-    ) -> NodeView:
-        """Leave a node out by hand, for ``seconds`` or until it is released.
-
-        Jobs that are on it are told, and go on there until they start anew.
-        """
-        node = self._named(word, now)
-        addresses = machine_addresses(self._groups.capacities())
-        address = addresses.get(node.node_id, node.address if not node.alive else "")
-        until = None if seconds is None else now + seconds
-        told = f"{reason[0].upper()}{reason[1:].rstrip('. ')}."
-        entry = Quarantine(node.node_id, address, "by_hand", told, by, "", now, until)
-        rows = [self._store.job(job) for job, _, _ in node.held_by]
-        self._store.nodes.quarantine(entry, [(row.id, row.attempt) for row in rows])
-        return replace(node, quarantine=entry)
-
-    def release_node(self, word: str, by: str, now: float) -> NodeView:
-        """End a node's quarantine, whatever it is for. ``NodeNotFoundError`` where it has none."""
-        node = self._named(word, now)
-        if node.quarantine is None:
-            raise NodeNotFoundError(f"node {node.address or node.node_id[:8]} is not quarantined")
-        seat = NodeCapacity(node.node_id, {}, {}, node.address)
-        for entry in self._store.nodes.quarantines():
-            if entry.active(now) and entry.concerns(seat):
-                self._store.nodes.release(entry, by, now)
-        return replace(node, quarantine=None)
-
-    def _named(self, word: str, now: float) -> NodeView:
-        """The node with this address, host name, id or unique beginning of an id."""
-        views = self.view(now)
-        for of in (lambda v: v.node_id, lambda v: v.address, lambda v: v.name):
-            found = [v for v in views if of(v) == word]
-            if len(found) == 1:
-                return found[0]
-        found = [v for v in views if word and v.node_id.startswith(word)]
-        if len(found) == 1:
-            return found[0]
-        listed = ", ".join(sorted({v.address or v.node_id[:8] for v in views})[:10])
-        several = [v.node_id[:8] for v in views if word in (v.address, v.name)] or [
-            v.node_id[:12] for v in found
-        ]
-        if several:
-            raise NodeNotFoundError(f"{word!r} could be {', '.join(several)}: name it by its id")
-        raise NodeNotFoundError(f"there is no node {word!r}; there are {listed or 'none'}")
 
     # -- how it is done
 
@@ -471,61 +376,6 @@ class NodeDesk:
                 f"there (recovery.no_other_node: continue). {why}."
             )
             self._store.note(row.id, EventDraft("node_kept", now, told, {"node_id": seat.node_id}))
-
-
-def _view(
-    node: NodeCapacity,
-    alive: bool,
-    held: dict[str, list[tuple[str, int, bool]]],
-    entry: Quarantine | None,
-) -> NodeView:
-    def slots(of: dict[str, float]) -> dict[str, float]:
-        return {k: of[k] for k in ("CPU", "GPU") if k in of}
-
-    return NodeView(
-        node.node_id,
-        node.address,
-        node.name,
-        alive,
-        slots(node.total),
-        slots(node.free),
-        tuple(held.get(node.node_id, ())),
-        entry,
-    )
-
-
-def _moves(plan: Mended, lost: set[int], barred: dict[str, Barred], now: float) -> list[EventDraft]:
-    told = []
-    for old, new in plan.moved:
-        why = "is lost" if old.bundle in lost else "is quarantined"
-        to = f"node {told_node(new)}" if new in plan.taken else f"the spare {told_node(new)}"
-        message = f"Node {told_node(old)} {why}; its ranks move to {to}."
-        detail = {
-            "from": old.node_id,
-            "to": new.node_id,
-            "spare": new not in plan.taken,
-            "why": barred[old.node_id].reason if old.node_id in barred else "lost",
-        }
-        told.append(EventDraft("node_replaced", now, message, detail))
-    return told
-
-
-def _resized(row: JobRow, plan: Mended, now: float) -> list[EventDraft]:
-    """That a job goes on with fewer nodes than it asks for, or with more than it had."""
-    before = sum(not seat.spare for seat in row.nodes)
-    after = sum(not seat.spare for seat in plan.nodes)
-    if before == after:
-        return []
-    wanted = row.spec.num_nodes
-    why = "no other nodes are free" if after < before else "others are free"
-    message = f"It goes on on {after} of {wanted} nodes, after {before}: {why}."
-    detail = {"nodes": after, "before": before, "num_nodes": wanted}
-    return [EventDraft("nodes_resized", now, message, detail)]
-
-
-def _spare_told(seat: NodeSlot, now: float) -> EventDraft:
-    message = f"Node {told_node(seat)} stands ready as a spare."
-    return EventDraft("spare_taken", now, message, {"node_id": seat.node_id})
 
 
 def _told_nodes(seats: Sequence[NodeSlot]) -> str:

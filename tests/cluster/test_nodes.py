@@ -24,6 +24,7 @@ from orchestrator.home import Home, HomeConfig
 from orchestrator.lifecycle import Cause
 from orchestrator.node_desk import NodeDesk
 from orchestrator.node_groups import RayNodeGroups
+from orchestrator.node_roll import NodeRoll
 from orchestrator.on_ray import CLUSTER_ENVIRONMENT
 from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, keeper_actor
 from orchestrator.spec import spec_of
@@ -124,12 +125,13 @@ def test_seats_are_pinned_replaced_and_given_back_one_by_one(
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     until(lambda: len(groups.capacities()) == 5, "two new nodes")
-    desk.quarantine(first, "test", "me", None, 5.0)
+    roll = NodeRoll(store, groups)
+    roll.quarantine(first, "test", "me", None, 5.0)
     assert desk.mend(store.job("seated-1"), 6.0) == ""
     assert seats()[0][0] not in (first, spare) and seats()[1] == (spare, 2, False)
     found = desk.fill(store.job("seated-1"), 60.0)
     assert found is not None and len(found) == 1 and found[0].node_id != first
-    shown = {view.node_id: view for view in desk.view(60.0)}
+    shown = {view.node_id: view for view in roll.view(60.0)}
     assert shown[first].quarantine is not None and shown[first].held_by == ()
     # Its keeper stays until the job trains elsewhere, for what it holds.
     assert keeper_actor("seated-1", 0) in keepers() and free() == []

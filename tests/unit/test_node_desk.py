@@ -17,7 +17,8 @@ from orchestrator.controller import NoNodesError, SubmitConflictError
 from orchestrator.controls import ControlAnswer
 from orchestrator.home import Home
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.node_desk import FILL_EVERY_S, UNWILLING_S, NodeNotFoundError
+from orchestrator.node_desk import FILL_EVERY_S, UNWILLING_S
+from orchestrator.node_roll import NodeNotFoundError
 from orchestrator.placement import told_node
 from orchestrator.preflight_gate import told as preflight_told
 from orchestrator.protocol import EventDraft, SupervisorBatch
@@ -126,7 +127,7 @@ def test_a_quarantine_outlives_the_controller_and_the_machines_restart(
     wide.controller = wide.new_controller()
     # Its Ray node has another id now, and the address that it had.
     wide.groups.renamed["node1"] = "again"
-    (entry,) = [v for v in wide.controller.desk.view(wide.now) if v.quarantine]
+    (entry,) = [v for v in wide.controller.roll.view(wide.now) if v.quarantine]
     assert (entry.node_id, entry.address) == ("again", "10.0.0.2")
     other = wide.submit("other")
     wide.steps(2)
@@ -452,20 +453,20 @@ class TestByHand:
         assert again.status_code == 404 and "is not quarantined" in again.json()["error"]
 
     def test_a_node_that_is_not_there_or_not_the_only_one_is_told(self, wide: ControlPlane) -> None:
-        desk = wide.controller.desk
+        roll = wide.controller.roll
         with pytest.raises(NodeNotFoundError, match=r"no node 'node9'; there are 10\.0\.0\.1"):
-            desk.quarantine("node9", "x", "me", None, wide.now)
+            roll.quarantine("node9", "x", "me", None, wide.now)
         with pytest.raises(NodeNotFoundError, match="'node' could be node0, node1, node2, node3"):
-            desk.quarantine("node", "x", "me", None, wide.now)
+            roll.quarantine("node", "x", "me", None, wide.now)
 
     def test_a_quarantined_node_that_is_gone_is_shown(self, wide: ControlPlane) -> None:
-        desk = wide.controller.desk
-        desk.quarantine("node2", "x", "me", 50.0, wide.now)
+        roll = wide.controller.roll
+        roll.quarantine("node2", "x", "me", 50.0, wide.now)
         wide.groups.dead.add("node2")
-        (gone,) = [v for v in desk.view(wide.now) if not v.alive]
+        (gone,) = [v for v in roll.view(wide.now) if not v.alive]
         assert (gone.node_id, gone.address) == ("node2", "10.0.0.3")
-        assert desk.release_node("10.0.0.3", "me", wide.now).quarantine is None
-        assert all(v.alive for v in desk.view(wide.now))
+        assert roll.release("10.0.0.3", "me", wide.now).quarantine is None
+        assert all(v.alive for v in roll.view(wide.now))
 
     def test_the_command_shows_quarantines_and_releases(
         self, home: Home, capsys: pytest.CaptureFixture[str]
