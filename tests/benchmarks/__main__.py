@@ -10,6 +10,7 @@ BENCHMARKS = (
     "bench_overhead",
     "bench_recovery",
     "bench_snapshots",
+    "bench_checkpoints",
     "bench_detection",
     "bench_start",
     "bench_fp8_linear",

@@ -47,7 +47,7 @@ def _compare(layout: str, rounds: int, steps: int) -> None:
             for every in (EVERY, NEVER) if turn % 2 else (NEVER, EVERY):
                 snapshots = spec.snapshots.model_copy(update={"every": every})
                 runs[every] = under_octavo(client, spec.model_copy(update={"snapshots": snapshots}))
-            with_them, without = _step_s(runs[EVERY]), _step_s(runs[NEVER])
+            with_them, without = step_s(runs[EVERY]), step_s(runs[NEVER])
             ratios.append(with_them / without)
             same = "equal to the bit" if runs[EVERY].losses == runs[NEVER].losses else "DIFFERENT"
             print(
@@ -58,7 +58,7 @@ def _compare(layout: str, rounds: int, steps: int) -> None:
     print(f"{layout}: step, with / without: median {statistics.median(ratios):.3f} of {rounds}")
 
 
-def _step_s(run: Run) -> float:
+def step_s(run: Run) -> float:
     """Seconds a step, snapshots included."""
     whole = range(0, len(run.gaps) - EVERY + 1, EVERY)
     return statistics.median(statistics.fmean(run.gaps[at : at + EVERY]) for at in whole)
