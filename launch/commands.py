@@ -291,3 +291,5 @@ class RankResult:
     """Steps done in all."""
     reason: Literal["finished", "stopped"]
     detail: str = ""
+    command: int = 0
+    """Number of the last command applied, 0 for none."""

@@ -444,4 +444,4 @@ class TrainingLoop:
         self._reporter.close()
         self._reporter.raise_failure()
         dist.destroy_process_group()
-        return RankResult(self._assignment.rank, self._step, reason, detail)
+        return RankResult(self._assignment.rank, self._step, reason, detail, self._command)

@@ -7,9 +7,10 @@ from collections import deque
 from launch.commands import Command, Order, RestorePoint, Rollback
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
-from orchestrator.attempt import step_timeout_s
+from orchestrator.attempt import END_TIMEOUT_S, step_timeout_s
 from orchestrator.copy_book import CopyBook
 from orchestrator.job_facts import JobFacts
+from orchestrator.last_steps import UnderWay
 from orchestrator.lost_ranks import hung
 from orchestrator.protocol import ResumeState, StepContext
 from orchestrator.record_merger import RecordMerger
@@ -35,6 +36,7 @@ class AttemptState:
         """Seconds of the newest steps; empty before the attempt's first."""
         self.ended_since: float | None = None
         """When a rank was first seen to have ended."""
+        self.under_way: UnderWay | None = None
         self._policy = resume.spec.recovery
         self._commands = 0
         self._started = now
@@ -59,11 +61,13 @@ class AttemptState:
         """A step is complete."""
         self.facts.record(record)
         self.step_times.append(record.step_time_s)
+        self.under_way = None
         self._progress = now
 
-    def context(self, record: StepRecord, decides: bool) -> StepContext:
+    def context(self, record: StepRecord, *, decides: bool, ended: bool) -> StepContext:
         """What is known beside ``record``; asked once a record, before anything is decided."""
-        return StepContext(record.attempt, record.timeline, record.step, self.book.news(), decides)
+        place = (record.attempt, record.timeline, record.step)
+        return StepContext(*place, self.book.news(), decides, ended)
 
     def command(self, order: Order) -> Command:
         """The order with its number."""
@@ -91,7 +95,9 @@ class AttemptState:
 
     def overdue(self, now: float) -> Incident | None:
         """The incident of a first or next step that is late."""
-        if self.trains:
+        if self.facts.step + 1 >= self.resume.spec.training.steps:
+            what, since, limit = "end", self._progress, END_TIMEOUT_S
+        elif self.trains:
             what, since, limit = "new step", self._progress, self.step_limit_s()
         else:
             what, since, limit = "first step", self._started, self._policy.init_timeout_s

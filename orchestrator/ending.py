@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from launch.rank_group import RankEnd
@@ -30,15 +30,18 @@ def end_of(control: Control) -> tuple[JobState, Cause]:
     return JobState.PAUSED, Cause.PAUSE_ASKED
 
 
-def unsaved(ended: Sequence[RankEnd], shelf: CheckpointShelf, steps: int, job: str) -> str:
+def unsaved(
+    ended: Sequence[RankEnd], shelf: CheckpointShelf, steps: int, job: str, on_disk: Collection[int]
+) -> str:
     """Why the state after the last of ``steps`` is not on disk, and where to go on from; empty
-    when it is."""
+    when it is. ``on_disk``: steps of the checkpoints that a resumed job would start from."""
+    if steps in on_disk:
+        return ""
     reasons = _details(ended)
     if shelf.failed is not None and shelf.failed[0] == steps:
         reasons.append(shelf.failed[1])
-    if not reasons:
-        return ""
-    newest = max((point.step for point in shelf.points()), default=None)
+    reasons.append(f"there is no checkpoint of step {steps}")
+    newest = max(on_disk, default=None)
     way = "from the start" if newest is None else f"from the checkpoint of step {newest}"
     return (
         f"But the last state is not on disk: {reasons[0].rstrip('.')}. Make room or mend the "

@@ -69,6 +69,15 @@ def training(attempt: int, step: int) -> Notice:
     )
 
 
+def way_back_missed(why: str, to_step: int | None) -> Notice:
+    """Ranks could not take a way back that is stored: another attempt does."""
+    return Notice(
+        "way_back_missed",
+        f"Another attempt goes back to step {to_step} or before, for {why}.",
+        {"to_step": to_step},
+    )
+
+
 def recovered(way: WayBack, now: float, step: int) -> Notice:
     """``step`` followed a way back; ``steps_lost`` is what ``monitoring.summary`` counts."""
     seconds, lost = now - way.detected, way.steps_lost(step)

@@ -71,11 +71,14 @@ class StepContext:
     """Snapshots that all ranks have since the step before, in the order in which they came."""
     decides: bool = True
     """False: the ranks were told to stop, so nothing was decided any more."""
+    ended: bool = False
+    """The ranks were done, or about to be, when they were to be told something: no command
+    reached them, and their memory was no place to go back to."""
 
     @property
     def usual(self) -> bool:
         """Whether it says nothing that needs to be stored."""
-        return self.decides and not self.held
+        return self.decides and not self.held and not self.ended
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "held": list(self.held)}

@@ -301,7 +301,7 @@ class _Replay:
             self._book.healthy(record.step)
         own: list[Action] = []
         if context.decides and incidents:
-            own.append(decide(incidents, self._history(time), self._policy))
+            own.append(decide(incidents, self._history(time, context), self._policy))
         elif context.decides:
             own = self._calm(time)
         self._own += own
@@ -363,11 +363,12 @@ class _Replay:
             )
         return self._history(stored.time)
 
-    def _history(self, time: float) -> History:
+    def _history(self, time: float, context: StepContext | None = None) -> History:
         """The recorded course, and the policy's own past."""
         own = tuple(self._own)
         seen = max((i.step for action in own for i in action.incidents), default=None)
-        course = self._known.history(time, self._book.restorable())
+        held = () if context is not None and context.ended else self._book.restorable()
+        course = self._known.history(time, held)
         return replace(course, actions=own, last_incident_step=seen)
 
     def _take(self, stored: Action) -> None:

@@ -500,6 +500,7 @@ class Store:
                     step=row["step"],
                     held=tuple(int(n) for n in row["held"].split(",") if n),
                     decides=bool(row["decides"]),
+                    ended=bool(row["ended"]),
                 )
                 for row in rows
             ]

@@ -209,6 +209,7 @@ def store_batch(
                 "step": c.step,
                 "held": ",".join(map(str, c.held)),
                 "decides": int(c.decides),
+                "ended": int(c.ended),
             }
             for c in batch.contexts
         ]

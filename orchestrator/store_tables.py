@@ -217,6 +217,7 @@ contexts = _records(
     Column("step", Integer, nullable=False),
     Column("held", Text, nullable=False, default=""),
     Column("decides", Integer, nullable=False, default=1),
+    Column("ended", Integer, nullable=False, server_default="0"),
 )
 
 steps = _records(

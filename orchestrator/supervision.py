@@ -49,6 +49,7 @@ from orchestrator.evidence import LOST_RANK
 from orchestrator.hang_report import explained
 from orchestrator.inbox import Inbox
 from orchestrator.journal import Journal, RunLog
+from orchestrator.last_steps import missed, out_of_reach, overwritten
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.lost_ranks import blames_a_peer, died, first_causes
 from orchestrator.outbox import ControllerUnreachableError, Outbox
@@ -243,8 +244,7 @@ class Supervision:
         incident, where = incident_of(slow, nodes, report, now), slow_nodes(slow, nodes)
         self._journal.happened(notices.slow_ranks(incident, where), now)
         new = set(where) - self._slow_nodes
-        asked = self._spec.recovery.replace_slow_nodes and self.phase is Phase.TRAINING
-        if new and asked and self._ending is None:
+        if new and self._spec.recovery.replace_slow_nodes and self.takes_commands():
             # Where there is no other node it comes back: that one is not tried again.
             self._slow_nodes |= new
             self._decide([incident], now)
@@ -270,13 +270,16 @@ class Supervision:
         attempt.record(record, now)
         incidents = self._bank.observe(record)
         due = record.step % self._spec.snapshots.every == 0
-        context = attempt.context(record, decides=self.phase is Phase.TRAINING)
+        steps = self._spec.training.steps
+        ended = bool(incidents) and out_of_reach(record.step, steps, self._group.ended())
+        trains = self.phase is Phase.TRAINING
+        context = attempt.context(record, decides=trains, ended=ended)
         self._journal.recorded(record, self._bank.state_dict() if due else None, context)
         self._followed(record, first, now)
         if incidents:
             attempt.book.unhealthy(record.step)
             if self.phase is Phase.TRAINING:
-                self._decide(incidents, now)
+                self._decide(incidents, now, in_memory=not ended)
         else:
             attempt.book.healthy(record.step)
             self._calm(now)
@@ -296,9 +299,10 @@ class Supervision:
 
     # Decisions.
 
-    def _decide(self, incidents: Sequence[Incident], now: float) -> None:
+    def _decide(self, incidents: Sequence[Incident], now: float, *, in_memory: bool = True) -> None:
+        """``in_memory``: whether the ranks can go back to what they hold in theirs."""
         attempt = self._attempt
-        history = attempt.facts.history(now, attempt.book.restorable())
+        history = attempt.facts.history(now, attempt.book.restorable() if in_memory else ())
         action = decide(incidents, history, self._spec.recovery)
         transition = None
         if action.kind not in IN_STRIDE:
@@ -360,7 +364,17 @@ class Supervision:
         order = self._attempt.go_back(action, now)
         self._shelf.forget()
         self._bank.rewind(order.to_step, timeline=order.timeline)
-        return self.post(order)
+        number = self.post(order)
+        self._attempt.under_way = (number, action)
+        return number
+
+    def _go_back_elsewhere(self, why: str, now: float) -> None:
+        """A way back that is stored, and that the ranks can't take, is the next attempt's."""
+        assert self._attempt.under_way is not None
+        told = notices.way_back_missed(why, self._attempt.under_way[1].to_step)
+        self._journal.happened(told, now)
+        self._way_back = None if self._way_back is None else self._way_back.elsewhere()
+        self.next_attempt(told.message, now)
 
     # What a control reaches (``orchestrator.control_room.Floor``).
 
@@ -372,7 +386,8 @@ class Supervision:
     def takes_commands(self) -> bool:
         """Whether the ranks train and go on."""
         trains = self.phase is Phase.TRAINING and self._attempt.trains
-        return trains and self._ending is None and not self._group.ended()
+        done = self._attempt.facts.step + 1 >= self._spec.training.steps
+        return trains and not done and self._ending is None and not self._group.ended()
 
     def may_pause_now(self) -> bool:
         """Whether a job whose ranks don't train would lose nothing by a pause."""
@@ -502,7 +517,11 @@ class Supervision:
         if self._failed(now) or self._late(now):
             return
         ended = self._group.ended()
-        if len(ended) == self._world and self._drained(ended, now):
+        if len(ended) < self._world:
+            return
+        if why := missed(ended, self._attempt.under_way):
+            self._go_back_elsewhere(why, now)
+        elif self._drained(ended, now):
             self._complete(ended, now)
 
     def _complete(self, ended: Sequence[RankEnd], now: float) -> None:
@@ -514,7 +533,8 @@ class Supervision:
             self._journal.happened(gap, now)
             done = f"{done} {gap.message}"
         steps = self._spec.training.steps
-        if lost := unsaved(ended, self._shelf, steps, self._attempt.resume.job):
+        on_disk = self._starts.steps_on_disk(self._attempt.facts.actions)
+        if lost := unsaved(ended, self._shelf, steps, self._attempt.resume.job, on_disk):
             # The weights are what the job was for.
             self._finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
         else:
@@ -530,6 +550,9 @@ class Supervision:
         cause = first_causes(failed)[0]
         patience = NODE_BLAME_S if blames_a_peer(cause) else BLAME_S
         if cause.how != "lost" and now - attempt.ended_since < patience:
+            return True
+        if why := overwritten(cause, attempt.under_way):
+            self._go_back_elsewhere(why, now)
             return True
         if (point := self._starts.refuse(cause, attempt)) is not None:
             self._journal.happened(notices.copy_refused(point, cause.error), now)
@@ -573,7 +596,8 @@ class Supervision:
             told = ranks_told([end.rank for end in first_causes(failed)])
             note = f" (no checkpoint: {told} ended before it was written)"
         elif len(ended) == self._world and self._drained(ended, now):
-            note = ""
+            late = missed(ended, self._attempt.under_way)
+            note = f" ({late}: an older checkpoint is what a resume starts from)" if late else ""
         elif now > ending.deadline:
             note = " (ended without a checkpoint: the ranks did not stop in time)"
         else:

@@ -6,7 +6,7 @@ what began before the first new step is one recovery, counted from its first tro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.actions import Action
 from orchestrator.protocol import ResumeState
@@ -27,6 +27,10 @@ class WayBack:
     def words(self) -> str:
         """The kinds of its actions, once each, as ``layer_fallback and restart``."""
         return " and ".join(dict.fromkeys(action.kind for action in self.actions))
+
+    def elsewhere(self) -> WayBack:
+        """The same, by another attempt: the ranks could not take it."""
+        return replace(self, actions=tuple(replace(a, in_place=False) for a in self.actions))
 
     def steps_lost(self, step: int) -> int:
         """Recorded steps whose work is done again once ``step`` follows."""

@@ -423,7 +423,7 @@ def test_a_stopped_run_resumes_from_its_checkpoint_to_the_bit(
     step = stopped[0].result.step  # type: ignore[union-attr]
     assert 7 <= step < STEPS
     for rank in stopped:
-        assert rank.result == RankResult(rank.rank, step, "stopped", "pause")
+        assert rank.result == RankResult(rank.rank, step, "stopped", "pause", command=1)
         assert rank.copied("disk") == stopped[0].copied("disk")
         # A slow disk may have had no time for step 6.
         assert rank.copied("disk")[0] == 3

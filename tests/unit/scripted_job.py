@@ -211,6 +211,7 @@ class ScriptedRanks:
         self.attempts.append(assignments)
         self.running = True
         self.waiting: list[Command] = []
+        self.applied = 0
         self.step = first.restore.step if first.restore else 0
         self.timeline = first.timeline
         self.ledger = set(first.ledger)
@@ -268,8 +269,11 @@ class ScriptedRanks:
                 self._step()
 
     def finish(self, detail: str = "") -> None:
+        """All steps are done, and their checkpoint written; ``detail``: why it was not."""
+        if not detail and not self.script.disk_full:
+            self._write_checkpoint()
         for rank in range(WORLD):
-            result = RankResult(rank, self.step, "finished", detail)
+            result = RankResult(rank, self.step, "finished", detail, self.applied)
             self.ends[rank] = RankEnd(rank, "done", result)
         self.running = False
 
@@ -279,6 +283,7 @@ class ScriptedRanks:
     def _apply(self) -> None:
         for command in self.waiting:
             assert command.attempt == self.attempt
+            self.applied = command.number
             order = command.order
             if isinstance(order, Rollback):
                 self.step, self.timeline = order.to_step, order.timeline
@@ -303,7 +308,7 @@ class ScriptedRanks:
                 if order.checkpoint and not self.script.disk_full:
                     self._write_checkpoint()
                 for rank in range(WORLD):
-                    result = RankResult(rank, self.step, "stopped", order.reason)
+                    result = RankResult(rank, self.step, "stopped", order.reason, self.applied)
                     self.ends[rank] = RankEnd(rank, "done", result)
                 self.running = False
         self.waiting = []
@@ -372,7 +377,7 @@ class ScriptedRanks:
             stats_names=names,
             high_precision_layers=in_bf16,
             drills=(),
-            command=self.commands[-1].number if self.commands else 0,
+            command=self.applied,
             checksums=np.array([7, rank * self.script.differs(self.step)], "<i8").tobytes(),
             checksum_names=(f"{LAYERS[0]}.weight",),
             replicas=tuple(range(WORLD)),

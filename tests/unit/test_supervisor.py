@@ -25,7 +25,7 @@ from launch.commands import (
     SetPrecision,
     Stop,
 )
-from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey
+from launch.snapshots import DamagedSnapshotError, SnapshotKey
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.report import render_report
@@ -506,12 +506,12 @@ class TestLostRanks:
         assert told.detail == {"checkpoint": "step-00000020", "tier": "disk"}
         assert "manifest.json" in told.message
 
-    def test_a_rollback_that_a_rank_cannot_do_restarts_from_the_copy_it_asked_for(
+    def test_a_rollback_to_a_damaged_copy_restarts_from_the_one_outside_the_rank(
         self, bench: Make
     ) -> None:
         job = bench(saturates_from(22))
         job.train(23)
-        job.ranks.fail(1, MissingSnapshotError(1, 15, "ring", "nobody holds it"))
+        job.ranks.fail(1, DamagedSnapshotError(1, 15, "ring", "its digest differs"))
         job.step()
         job.step(BLAME_S)
         job.step()
