@@ -14,14 +14,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from launch.snapshots import Payload, SnapshotKey, SnapshotSource, StoredSnapshot
+from launch.snapshots import Payload, SnapshotError, SnapshotKey, SnapshotSource, StoredSnapshot
 from launch.stores import Stores
 
 LEAST_RATE = 50e6
@@ -106,17 +107,33 @@ class KeeperStore:
         if not (self._replicas and replicated):
             self._parcels.forget()
         nbytes = np.frombuffer(payload, dtype=np.uint8).nbytes
-        ray.get(self._unanswered, timeout=patience_s(nbytes))
+        with _own_errors():
+            ray.get(self._unanswered, timeout=patience_s(nbytes))
         self._unanswered = None
 
     def get(self, key: SnapshotKey) -> StoredSnapshot | None:
         """See Keeper.get; raises Ray's errors when the keeper is gone."""
         import ray
 
-        found: StoredSnapshot | None = ray.get(
-            self._keeper.get.remote(key), timeout=patience_s(self._nbytes)
-        )
+        with _own_errors():
+            found: StoredSnapshot | None = ray.get(
+                self._keeper.get.remote(key), timeout=patience_s(self._nbytes)
+            )
         return found
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """A keeper's SnapshotError as it was raised: Ray's is of a class made for it, which takes
+    other arguments and is not sent on."""
+    import ray
+
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, SnapshotError):
+            raise error.cause from None
+        raise
 
 
 class Partner(Protocol):
