@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from monitoring.amax import TensorScaling
 from monitoring.detectors import DetectorBank
@@ -21,7 +22,13 @@ def new_bank(spec: JobSpec) -> DetectorBank:
         margin=fp8.margin or 0,
         history=fp8.amax_history_len or 1,
     )
-    return DetectorBank(spec.detection, scaling=scaling, save_every=spec.snapshots.every)
+    return DetectorBank(
+        spec.detection,
+        scaling=scaling,
+        # A model of the user's own may have any loss.
+        guessing_loss=None if spec.model.factory else math.log(spec.model.vocab_size),
+        save_every=spec.snapshots.every,
+    )
 
 
 def bank_of(resume: ResumeState) -> DetectorBank:

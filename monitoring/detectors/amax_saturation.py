@@ -5,7 +5,9 @@ Statistic: percent saturated for ``saturation_patience`` steps in a row at or ab
 ``saturation_pct``, or ``SUDDEN`` times that in one; beside it the *surge*, the octaves by
 which log2(amax) exceeds the largest of recent healthy steps (a maximum that leaks an octave a
 ``window``). Suspects are layers, the one that moved first in front; among equals a forward
-operand (input, weight) before a gradient, which only follows it, then the larger surge.
+operand (input, weight) before a gradient, which only follows it, then the larger surge. The onset
+is the first step of the present stretch in which a saturated tensor was clamped notably or rose
+steeply: steps that it stood still for at a new level before that are healthy.
 
 Must not fire on: a tensor whose delayed scale has seen no data yet, a layer
 that computes in BF16, a handful of clamped values above an old maximum. In a settling
@@ -42,8 +44,12 @@ HEAVY = 10.0
 """Times the limit that saturation must reach to count within a settling window."""
 MOVED_OCTAVES = 1.0
 """Surge from which a tensor is taken to have moved."""
+STEEP_OCTAVES = 0.5
+"""Rise since the record before from which a tensor that has moved is still moving."""
+NOTABLE = 0.1
+"""Share of the limit from which a tensor is clamped notably."""
 
-FIELDS = 4
+FIELDS = 6
 """Of a stored state, a tensor."""
 _NEVER = -1
 
@@ -61,6 +67,10 @@ class SaturationState:
     """Steps in a row at or above the limit."""
     moved_since: Ints
     """First step of the present stretch of moving or saturation, -1 for none."""
+    before: Floats
+    """log2(amax) of the record before; NaN where there is none."""
+    worse_since: Ints
+    """First step of the present stretch of being clamped notably or rising steeply, -1 for none."""
 
 
 @register
@@ -90,12 +100,13 @@ class AmaxSaturation(Detector[SaturationState]):
             octaves = np.log2(amax)
         surge = np.where(np.isnan(octaves), np.inf, octaves) - state.reference
         surge = np.where(np.isnan(surge), 0.0, surge)
-        clamped = pct >= self.config.saturation_pct
-        clamped &= state.calibrated & calibrated & ~table.in_bf16
+        scaled = state.calibrated & calibrated & ~table.in_bf16
+        clamped = scaled & (pct >= self.config.saturation_pct)
         moved = clamped | (surge >= MOVED_OCTAVES)
-        since = np.where(
-            moved, np.where(state.moved_since == _NEVER, record.step, state.moved_since), _NEVER
-        )
+        worse = scaled & (pct >= NOTABLE * self.config.saturation_pct)
+        with np.errstate(invalid="ignore"):
+            worse |= moved & (octaves - state.before >= STEEP_OCTAVES)
+        since = _since(moved, state.moved_since, record.step)
         run = np.where(clamped, state.run + 1, 0)
         following = SaturationState(
             names=names,
@@ -103,6 +114,8 @@ class AmaxSaturation(Detector[SaturationState]):
             calibrated=state.calibrated | calibrated,
             run=run,
             moved_since=since,
+            before=octaves.astype(np.float32).astype(np.float64),
+            worse_since=_since(worse, state.worse_since, record.step),
         )
         sudden = clamped & (pct >= SUDDEN * self.config.saturation_pct)
         if not np.any(sudden | (run >= self.config.saturation_patience)):
@@ -146,7 +159,7 @@ class AmaxSaturation(Detector[SaturationState]):
     ) -> Incident:
         involved = np.flatnonzero(moved)
         suspects = _suspects(state, involved, hits, amax, pct, surge)
-        onset = int(state.moved_since[hits].min())
+        onset = int(state.worse_since[hits].min())
         worst = int(hits[np.argmax(pct[hits])])
         lead = suspects[0]
         return self.incident(
@@ -157,7 +170,7 @@ class AmaxSaturation(Detector[SaturationState]):
                 f"{state.names[worst]} had {pct[worst]:.1f} % of its values clamped (limit "
                 f"{self.config.saturation_pct:g} %); first to move was {lead.layer}, its "
                 f"{lead.tensor} {lead.evidence['surge_octaves']:.1f} octaves above its history "
-                f"since step {onset}."
+                f"since step {lead.evidence['since_step']:.0f}."
             ),
             evidence={
                 "saturated_pct": float(pct[worst]),
@@ -168,20 +181,31 @@ class AmaxSaturation(Detector[SaturationState]):
         )
 
     def dump(self, state: SaturationState) -> Any:
-        since = np.where(state.moved_since == _NEVER, np.nan, state.moved_since)
-        fields = (state.reference, state.calibrated.astype(float), state.run.astype(float), since)
+        since, worse = (
+            np.where(steps == _NEVER, np.nan, steps)
+            for steps in (state.moved_since, state.worse_since)
+        )
+        calibrated, run = state.calibrated.astype(float), state.run.astype(float)
+        fields = (state.reference, calibrated, run, since, state.before, worse)
         return TensorRows.of(state.names, fields).dump()
 
     def load(self, row: Any) -> SaturationState:
         rows = TensorRows.load(row, FIELDS)
-        reference, calibrated, run, since = rows.fields()
+        reference, calibrated, run, since, before, worse = rows.fields()
         return SaturationState(
             names=rows.names,
             reference=reference,
             calibrated=calibrated > 0.0,
             run=run.astype(np.int64),
             moved_since=np.where(np.isnan(since), _NEVER, since).astype(np.int64),
+            before=before,
+            worse_since=np.where(np.isnan(worse), _NEVER, worse).astype(np.int64),
         )
+
+
+def _since(flags: Bools, since: Ints, step: int) -> Ints:
+    """First step of each present stretch of ``flags``; -1 where there is none."""
+    return np.where(flags, np.where(since == _NEVER, step, since), _NEVER)
 
 
 def _suspects(
@@ -232,6 +256,8 @@ def _empty(names: tuple[str, ...]) -> SaturationState:
         calibrated=np.zeros(size, dtype=np.bool_),
         run=np.zeros(size, dtype=np.int64),
         moved_since=np.full(size, _NEVER, dtype=np.int64),
+        before=np.full(size, np.nan),
+        worse_since=np.full(size, _NEVER, dtype=np.int64),
     )
 
 
@@ -247,4 +273,6 @@ def _renamed(state: SaturationState, names: tuple[str, ...]) -> SaturationState:
     following.calibrated[new] = state.calibrated[old]
     following.run[new] = state.run[old]
     following.moved_since[new] = state.moved_since[old]
+    following.before[new] = state.before[old]
+    following.worse_since[new] = state.worse_since[old]
     return following

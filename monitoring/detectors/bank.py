@@ -88,13 +88,17 @@ class DetectorBank:
         detectors: Sequence[Detector[Any]] | None = None,
         *,
         scaling: TensorScaling | None = None,
+        guessing_loss: float | None = None,
         save_every: int = 10,
     ) -> None:
-        """``detectors``: unset, one of each registered, for a job of ``scaling``.
+        """``detectors``: unset, one of each registered, for a job of ``scaling`` whose loss is
+        ``guessing_loss`` where it knows nothing (unset: nobody knows).
         ``save_every``: the steps whose past states are saved, to be set to the snapshots'
         interval."""
         self.config = config
-        self.detectors = list(build_detectors(config, scaling) if detectors is None else detectors)
+        if detectors is None:
+            detectors = build_detectors(config, scaling, guessing_loss)
+        self.detectors = list(detectors)
         self.save_every = max(1, save_every)
         self._state = self._initial()
         self._past: deque[tuple[int, BankState]] = deque(maxlen=PAST_STEPS)
@@ -188,18 +192,17 @@ class DetectorBank:
         return found
 
     def renew(self, step: int) -> None:
-        """Forget all and learn anew from ``step`` on: what was usual is not what comes."""
+        """Learn anew from ``step`` on: what was usual is not what comes. Facts are kept."""
         self._state = replace(
-            self._initial(),
-            attempt=self._state.attempt,
-            timeline=self._state.timeline,
+            self._anew(self._state),
             next_step=step,
             settle_until=step + self.config.settle_steps,
-            high_precision=self._state.high_precision,
-            lr=self._state.lr,
-            tokens=self._state.tokens,
+            hold_until=None,
+            early_until=None,
         )
+        past = [(at, self._anew(state)) for at, state in self._past]
         self._past.clear()
+        self._past.extend(past)
 
     def settle(self, step: int) -> None:
         """Open a settling window at ``step`` and end a hold: the trouble is dealt with."""
@@ -242,6 +245,11 @@ class DetectorBank:
     def _initial(self) -> BankState:
         return BankState(tuple(detector.initial() for detector in self.detectors))
 
+    def _anew(self, state: BankState) -> BankState:
+        """The state with no statistics; what is known of facts stays."""
+        own = zip(self.detectors, state.detectors, strict=True)
+        return replace(state, detectors=tuple(s if d.of_facts else d.initial() for d, s in own))
+
     def _enter(self, state: BankState, record: StepRecord) -> BankState:
         """The state with the record's attempt, timeline and precision, windows opened."""
         started = state.next_step is None or record.attempt != state.attempt
@@ -256,7 +264,7 @@ class DetectorBank:
             settle_until = max(settle_until, record.step + self.config.settle_steps)
         if state.tokens not in (0, record.tokens):
             # Noise and gradients of another batch size are others.
-            state = replace(state, detectors=self._initial().detectors)
+            state = self._anew(state)
         hold = state.hold_until
         if hold is not None and record.step >= hold:
             hold = None

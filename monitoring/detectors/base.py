@@ -31,10 +31,20 @@ class Detector(ABC, Generic[State]):
     name: ClassVar[IncidentKind]
     """Kind of its incidents, and its word in ``Incident.detector`` and in stored states."""
 
-    def __init__(self, config: DetectionConfig, scaling: TensorScaling | None = None) -> None:
-        """``scaling``: unset, what a spec's ``fp8`` section is by default."""
+    of_facts: ClassVar[bool] = False
+    """Whether it compares facts, which stay what they are when all statistics begin anew."""
+
+    def __init__(
+        self,
+        config: DetectionConfig,
+        scaling: TensorScaling | None = None,
+        guessing_loss: float | None = None,
+    ) -> None:
+        """``scaling``: unset, what a spec's ``fp8`` section is by default. ``guessing_loss``: nats
+        a token of a model that guesses; unset, nobody knows, as for a loss of the user's own."""
         self.config = config
         self.scaling = scaling or TensorScaling()
+        self.guessing_loss = guessing_loss
 
     @abstractmethod
     def initial(self) -> State:
@@ -118,7 +128,9 @@ def register(cls: type[Detector[Any]]) -> type[Detector[Any]]:
 
 
 def build_detectors(
-    config: DetectionConfig, scaling: TensorScaling | None = None
+    config: DetectionConfig,
+    scaling: TensorScaling | None = None,
+    guessing_loss: float | None = None,
 ) -> list[Detector[Any]]:
     """One of each registered detector."""
-    return [cls(config, scaling) for cls in DETECTORS.values()]
+    return [cls(config, scaling, guessing_loss) for cls in DETECTORS.values()]

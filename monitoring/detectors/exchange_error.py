@@ -33,6 +33,7 @@ class ExchangeError(Detector[CoarseSteps]):
     """Fires when the exchange rounds too coarsely for too long."""
 
     name = "exchange_error"
+    of_facts = True
 
     def initial(self) -> CoarseSteps:
         return CoarseSteps()

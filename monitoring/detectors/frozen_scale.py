@@ -53,6 +53,7 @@ class FrozenScale(Detector[ScaleState]):
     """Fires when a delayed scale stands still while its tensor moves."""
 
     name = "frozen_scale"
+    of_facts = True
 
     def initial(self) -> ScaleState:
         return ScaleState(TensorRows.nothing(len(FIELDS)))

@@ -30,6 +30,7 @@ class ReplicaDisagreement(Detector[GoodUntil]):
     """Fires when data-parallel ranks hold different parameters."""
 
     name = "replica_disagreement"
+    of_facts = True
 
     def initial(self) -> GoodUntil:
         return GoodUntil()
@@ -45,10 +46,13 @@ class ReplicaDisagreement(Detector[GoodUntil]):
 
     def observe(self, state: GoodUntil, record: StepRecord) -> tuple[GoodUntil, list[Incident]]:
         found = record.replicas
+        if state.step is not None and state.step > record.step:
+            # Gone back to before the newest comparison: what comes now was not in it.
+            state = GoodUntil(record.step)
         if found is None or not found.parameters:
             same = state.step is None or found is not None
             return (GoodUntil(record.step) if same else state), []
-        onset = record.step if state.step is None else min(state.step, record.step)
+        onset = record.step if state.step is None else state.step
         return GoodUntil(onset), [self._incident(record, found, onset)]
 
     def _incident(self, record: StepRecord, found: ReplicaComparison, onset: int) -> Incident:

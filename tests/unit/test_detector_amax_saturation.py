@@ -53,6 +53,28 @@ class TestFiresWhen:
         assert incident.suspects[0].layer == "layers.1.attn.out"
         assert "since step 60" in incident.message
 
+    @pytest.mark.parametrize("pct", [0.0, 0.05])
+    def test_it_stood_still_at_a_new_level_for_long_which_is_healthy(self, pct):
+        records = healthy_trace(160)
+        name = "layers.1.attn.out/input"
+        high = 1.3 * max(r.tensors[name].amax for r in records[:100]) * 2
+        for step in range(100, 160):
+            records[step] = with_tensor(records[step], name, amax=high, saturated_pct=pct)
+        for step in (150, 151):
+            records[step] = with_tensor(records[step], name, saturated_pct=1.2)
+        _, (incident,) = run(records[:152])
+        assert (incident.step, incident.onset_step) == (151, 150)
+        assert incident.suspects[0].evidence["since_step"] == 100
+
+    def test_it_was_clamped_notably_right_before_that_is_the_onset(self):
+        records = healthy_trace(80)
+        for step, pct in ((57, 0.04), (58, 0.3), (59, 0.8), (60, 2.0), (61, 2.0)):
+            name = "layers.0.mlp.down/input"
+            records[step] = with_tensor(records[step], name, amax=50.0, saturated_pct=pct)
+        _, (incident,) = run(records[:62])
+        # In step 57 it leapt.
+        assert (incident.step, incident.onset_step) == (61, 57)
+
     def test_the_one_that_moved_first_leads_though_another_moved_more(self):
         records = healthy_trace(80)
         early, late = "layers.3.mlp.down/input", "layers.0.attn.qkv/input"
@@ -149,7 +171,14 @@ class TestState:
         state, _ = run(records[:46])
         restored = detector.load(json.loads(json.dumps(detector.dump(state), allow_nan=False)))
         assert restored.names == state.names
-        for field in ("reference", "calibrated", "run", "moved_since"):
+        for field in (
+            "reference",
+            "calibrated",
+            "run",
+            "moved_since",
+            "before",
+            "worse_since",
+        ):
             np.testing.assert_array_equal(getattr(restored, field), getattr(state, field))
 
     def test_a_record_never_changes_the_state_it_was_observed_with(self):

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 
+import pytest
+
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DetectorBank, ReplicaDisagreement
 from monitoring.records import Incident, ReplicaComparison, StepRecord
@@ -63,6 +65,30 @@ def test_replicas_that_are_the_same_are_silent() -> None:
 def test_it_is_told_while_everything_settles_after_a_start() -> None:
     bank = DetectorBank(DetectionConfig(settle_steps=30))
     assert [i.kind for r in compared({5: ODD}) for i in bank.observe(r)] == ["replica_disagreement"]
+
+
+@pytest.mark.parametrize("of_another_size", [False, True])
+def test_what_was_compared_is_known_after_statistics_begin_anew(of_another_size: bool) -> None:
+    bank = DetectorBank(DetectionConfig())
+    records = compared({20: SAME, 30: SAME, 40: ODD})
+    if of_another_size:
+        records[35:] = [dataclasses.replace(r, tokens=2 * r.tokens) for r in records[35:]]
+    found = [i for record in records[:35] for i in bank.observe(record)]
+    if not of_another_size:
+        bank.renew(35)
+    found += [i for record in records[35:] for i in bank.observe(record)]
+    assert [(i.step, i.onset_step) for i in found] == [(40, 30)]
+
+
+def test_it_is_known_when_a_rewind_goes_back_to_before_the_new_beginning() -> None:
+    bank = DetectorBank(DetectionConfig())
+    for record in compared({10: SAME, 20: SAME, 30: SAME})[:36]:
+        bank.observe(record)
+    bank.renew(36)
+    bank.rewind(28, timeline=1)
+    later = [dataclasses.replace(r, timeline=1) for r in compared({32: ODD})[28:]]
+    found = [i for record in later for i in bank.observe(record)]
+    assert [(i.step, i.onset_step) for i in found] == [(32, 20)]
 
 
 def test_a_comparison_goes_through_json_and_older_rows_have_none() -> None:
