@@ -2,7 +2,11 @@
 
 Promises: mirrors what the ranks' rings hold, from their reports; a step counts once every
 rank has reported its copy, and is certified once ``certify_after`` healthy steps followed
-it. A copy that a rank may have overwritten by now is not offered.
+it. A copy that a rank may have overwritten by now is not offered: a ring makes room before the
+copy that it makes room for is reported, so that all but one of ``keep`` are. Where reports take
+longer than the interval of snapshots, or a disk held on to copies for a whole round, one may be
+offered that is gone; the next attempt then takes it from outside the ranks, and no budget is
+charged (``orchestrator.last_steps``).
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ class SnapshotBook:
             del self._ranks[key]
             self._held[report.step] = Restorable(report.step, report.timeline, False)
             self._news.append(report.step)
-            # The oldest copy of a full ring may be overwritten while its report is under way.
-            for old in sorted(self._held)[: -max(2, self._config.keep - 1)]:
+            # Ranks are at the same step, so that no ring has more than one copy beyond this one.
+            for old in sorted(self._held)[: -(self._config.keep - 1)]:
                 del self._held[old]
             self._certify()
 

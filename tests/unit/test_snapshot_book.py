@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from launch.commands import SnapshotReport
 from launch.config import SnapshotConfig
+from launch.snapshot_ring import SnapshotRing
+from launch.snapshots import SnapshotKey
 from orchestrator.snapshot_book import SnapshotBook
 
 
@@ -101,3 +107,42 @@ def test_a_rollback_drops_what_is_newer_and_counts_again() -> None:
 
 def test_the_oldest_copy_of_a_full_ring_is_not_offered() -> None:
     assert told(held(book(keep=4), 0, 5, 10, 15)) == [(5, False), (10, False), (15, False)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    keep=st.integers(2, 6),
+    turns=st.lists(
+        st.tuples(st.sampled_from(["take", "tell", "take", "tell", "back"]), st.integers(0, 1)),
+        min_size=40,
+        max_size=80,
+    ),
+)
+def test_what_is_offered_is_in_the_ring_of_every_rank(
+    keep: int, turns: list[tuple[str, int]]
+) -> None:
+    one = SnapshotBook(SnapshotConfig(every=1, keep=keep, certify_after=0), 1, 2)
+    rings = [SnapshotRing(keep, {"x": torch.zeros(1)}) for _ in range(2)]
+    at, under_way, timeline = [0, 0], [list[int](), list[int]()], 0
+    for turn, rank in turns:
+        # A copy is told of before the next one is taken anywhere, at most.
+        late = [step for steps in under_way for step in steps if step < at[rank]]
+        if turn == "take" and at[rank] <= at[1 - rank] and not late:
+            rings[rank].take(SnapshotKey("j", 1, timeline, rank, at[rank]), {})
+            under_way[rank].append(at[rank])
+            at[rank] += 1
+        elif turn == "tell" and under_way[rank]:
+            one.add(report(rank, under_way[rank].pop(), timeline), timeline)
+        elif turn == "back" and at[0] == at[1] and told(one):
+            step = told(one)[rank * (len(told(one)) - 1)][0]
+            for back in range(2):
+                rings[back].restore(step, back)
+            # It is not taken again: the ranks are back to it.
+            at, under_way, timeline = [step + 1] * 2, [[], []], timeline + 1
+            one.rolled_back(step)
+        for ring in rings:
+            assert {step for step, _ in told(one)} <= set(ring.steps())
+
+
+def test_the_smallest_ring_still_offers_a_step() -> None:
+    assert told(held(book(keep=2), 0, 5, 10)) == [(10, False)]
