@@ -5,13 +5,30 @@ Promises: frozen values, unknown keys refused, every threshold has a unit and a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+MOST: Mapping[str, tuple[int, str]] = {
+    "window": (4096, "a baseline as long follows no loss, and all of it is kept"),
+    "min_history": (4096, "nothing is judged before as many steps were seen"),
+    "divergence_steps": (1024, "four times as many are kept, and looked at in every step"),
+    "plateau_steps": (100_000, "nothing goes back as far"),
+    "drift_steps": (100_000, "nothing goes back as far"),
+    "overflow_horizon": (4096, "a trend of 16 steps says nothing of as many"),
+    "frozen_scale_steps": (100_000, "no scale is wrong for as long without harm"),
+    "exchange_error_steps": (4096, "each is kept"),
+    "exchange_error_window": (4096, "each step above the limit is kept"),
+    "slow_rank_steps": (100_000, "each is kept, of every rank"),
+    "settle_steps": (1000, "no spike is reported meanwhile, after every start and rollback"),
+}
+"""The most that counts of steps may be, and why."""
 
 
 class DetectionConfig(_Section):
@@ -35,6 +52,15 @@ class DetectionConfig(_Section):
     loss_min_rise: float = Field(0.3, gt=0)
     """Rise of the loss over its trend, as a fraction of it, below which nothing is a spike. A new
     domain of the data costs less; LLM-Foundry waits for 1.0."""
+    loss_min_rise_nats: float = Field(0.1, gt=0)
+    """Rise of the loss in nats a token below which nothing is one, a divergence or a plateau
+    neither: of a loss near 0, as in fine-tuning, every batch is a multiple of the one before."""
+    loss_first_ratio: float = Field(2.0, gt=1)
+    """Loss over the first ones, from which it is too high before there is a baseline. A healthy
+    one doesn't rise to twice its first value within ``min_history`` steps."""
+    loss_guessing_ratio: float = Field(1.5, gt=1)
+    """Loss over what guessing costs (the logarithm of the vocabulary), from which it is too high at
+    any time. Fresh models begin at up to 1.3 times it."""
     loss_patience: int = Field(2, ge=1)
     """Successive steps of it before it is an incident; one of half more is at once. Of a batch that
     is harder nothing is left in the next step; LLM-Foundry waits for 4."""
@@ -50,13 +76,19 @@ class DetectionConfig(_Section):
     plateau_steps: int = Field(48, ge=8)
     """Steps in a row above the best that make it. Spikes that heal by themselves do so in fewer:
     LLM-Foundry allows them 5 % of its window of 100 or more."""
+    drift_rise: float = Field(0.6, gt=0)
+    """Rise of the fast average over the lowest that the loss ever was, as a fraction, that is a
+    drift however long it took. Data in an order of rising difficulty costs 20 to 35 %."""
+    drift_steps: int = Field(256, ge=8)
+    """Steps in a row above it that make it: what is as high for less is a plateau or heals."""
     grad_norm_sigmas: float = Field(8.0, gt=0)
     """Robust deviations of log(gradient norm). ZClip clips at 2.5, which costs it nothing."""
     grad_norm_min_ratio: float = Field(4.0, gt=1)
     """Gradient norm over its median, below which nothing is a spike: clipping deals with it."""
     grad_norm_patience: int = Field(2, ge=1)
-    """Successive steps of it before it is an incident; one of 2.5 times the ratio is at once. In
-    the demo with a small batch single norms are 7 times their trend, and clipping heals them."""
+    """Successive steps of it before it is an incident; one of 5.5 times the ratio is at once, one
+    whose loss leaps too or in the next step then. In the demo with a small batch single norms are
+    7 times their trend, elsewhere 12 times once in 300 steps, and clipping heals them."""
     saturation_pct: float = Field(1.0, gt=0, le=100)
     """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated. Healthy
     delayed scaling clamps 0.1 % at most, in the first steps."""
@@ -112,6 +144,14 @@ class DetectionConfig(_Section):
     """Ratio of successive learning rates, either way, beyond which they jump. The second step of a
     warm-up has twice the first one's; else schedules move by a few percent, but for the start
     of another cycle."""
+
+    @field_validator(*MOST)
+    @classmethod
+    def _bounded(cls, value: int, info: ValidationInfo) -> int:
+        most, why = MOST[info.field_name or ""]
+        if value > most:
+            raise ValueError(f"is more than {most}: {why}; make it at most {most}")
+        return value
 
 
 class WandbConfig(_Section):

@@ -1,13 +1,13 @@
 """Robust statistics of a series: median, MAD, a falling trend, a window of healthy values.
 
 Promises: pure; a window is a value that can only be replaced. Medians and MADs bear up
-to half of the values being wild.
+to half of the values being wild. What lies far below is followed once it has lasted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -30,6 +30,10 @@ class Window:
     def add(self, step: int, value: float, limit: int) -> Window:
         """With one value more, the oldest beyond ``limit`` dropped."""
         return Window((*self.steps, step)[-limit:], (*self.values, value)[-limit:])
+
+    def mapped(self, scale: Callable[[float], float]) -> Window:
+        """With ``scale`` of every value."""
+        return Window(self.steps, tuple(map(scale, self.values)))
 
     def dump(self) -> list[list[float]]:
         return [list(self.steps), list(self.values)]
@@ -90,6 +94,9 @@ TREND_STEPS = 16
 """Healthy steps that a trend is taken from."""
 REACH = 4
 """Steps a trend is extended at most, across steps that were left out."""
+LASTING = 32
+"""Steps in a row far below a trend, from which that is the new normal. A stretch of easy batches,
+or of broken ones, ends before; taken in at once it would make the good ones after it a spike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,8 @@ class Baseline:
 
     values: Window = NO_VALUES
     residuals: Window = NO_VALUES
+    lower: Window = NO_VALUES
+    """The present row of values far below the trend, which don't count yet."""
 
     def trusted(self, min_history: int) -> bool:
         """Whether enough healthy steps were seen to judge the next."""
@@ -120,13 +129,33 @@ class Baseline:
             residuals = residuals.add(step, value - expected, limit)
         return Baseline(self.values.add(step, value, limit), residuals)
 
+    def add_lower(self, step: int, value: float, lasting: int) -> Baseline:
+        """With one more that is far below the trend: after ``lasting`` in a row they are it."""
+        lower = self.lower.add(step, value, lasting)
+        if len(lower) < lasting:
+            return replace(self, lower=lower)
+        return Baseline(lower, self.residuals)
+
+    def rescaled(self, scale: Callable[[float], float]) -> Baseline:
+        """With ``scale`` of every value, and the residuals that it makes of them."""
+        at = dict(zip(self.values.steps, self.values.values, strict=True))
+        pairs = zip(self.residuals.steps, self.residuals.values, strict=True)
+        kept = [(step, residual) for step, residual in pairs if step in at]
+        return Baseline(
+            self.values.mapped(scale),
+            Window(
+                tuple(step for step, _ in kept),
+                tuple(scale(at[step]) - scale(at[step] - residual) for step, residual in kept),
+            ),
+            self.lower.mapped(scale),
+        )
+
     def dump(self) -> list[list[list[float]]]:
-        return [self.values.dump(), self.residuals.dump()]
+        return [self.values.dump(), self.residuals.dump(), self.lower.dump()]
 
     @classmethod
     def load(cls, row: Sequence[Sequence[Sequence[float]]]) -> Baseline:
-        values, residuals = row
-        return cls(Window.load(values), Window.load(residuals))
+        return cls(*map(Window.load, row))
 
 
 NO_BASELINE = Baseline()

@@ -1,28 +1,33 @@
 """A loss that rises without a spike, or stays above the best it was.
 
-Sees: log(loss). Statistics: medians of the newest four stretches of ``divergence_steps`` steps
-(the newest is the fast average, all four the slow one), the noise between them (from the
-differences of neighbouring steps, which no trend is in), and the lowest fast average, which is
-slowly forgotten. Fires when the loss rose by ``divergence_rise`` over the four, in each of them,
+Sees: log(loss) (another scale for losses that can be negative: ``loss_scale``). Statistics:
+medians of the newest four stretches of ``divergence_steps`` steps (the newest is the fast average,
+all four the slow one), the noise between them (from the differences of neighbouring steps, which
+no trend is in), and the lowest slow average: one that is slowly forgotten, the *best*, and one that
+isn't, the *lowest*. Fires when the loss rose by ``divergence_rise`` over the four, in each of them,
 in the newest still by more than noise, and more like a line than like a jump (half as much again
 over stretches of half the steps); or when the fast average is ``plateau_rise`` above the best for
-``plateau_steps`` steps, then not again before it has left that level too. While the learning
-rate rises (warm-up, another cycle) twice the rise is allowed.
+``plateau_steps`` steps, or ``drift_rise`` above the lowest for ``drift_steps``, then not again
+before it has left that level too. Nothing below ``loss_min_rise_nats`` is a rise. While the
+learning rate rises (warm-up, another cycle) twice the rise is allowed.
 
-Must not fire on: a harder domain, which jumps and stays or falls; single spikes, which no median
-sees; the noise of small batches, whatever its tails.
+Must not fire on: a harder domain, which jumps and stays or falls; data that becomes harder by a
+third over a thousand steps; single spikes, which no median sees; stretches of easy batches, which
+no slow average sees, and their end; the noise of small batches, whatever its tails; noise of a
+loss near 0.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from monitoring.detectors.base import Detector, register
 from monitoring.detectors.baseline import MAD_TO_SIGMA, NO_VALUES, Window, median
+from monitoring.detectors.loss_scale import relative_rise, scaled, signed_from_log, unscaled
 from monitoring.records import Incident, StepRecord
 
 FORGOTTEN_IN = 512
@@ -49,14 +54,21 @@ class SlowState:
     """The newest four stretches, and what the loss has been at its best."""
 
     losses: Window = NO_VALUES
-    """log(loss) by step."""
+    """log(loss) by step, or another scale (``signed``)."""
     rates: tuple[float, ...] = ()
     """Their learning rates."""
     best: float | None = None
-    """Lowest fast average."""
+    """Lowest slow average, slowly forgotten."""
     above: int = 0
     """Steps in a row that the fast average was above it by ``plateau_rise``."""
     above_since: int | None = None
+    lowest: float | None = None
+    """Lowest slow average."""
+    far: int = 0
+    """Steps in a row that the fast average was above it by ``drift_rise``."""
+    far_since: int | None = None
+    signed: bool = False
+    """A loss was zero or less: its scale is that of ``loss_scale`` for such."""
 
 
 @register
@@ -75,6 +87,10 @@ class SlowDivergence(Detector[SlowState]):
             "best": state.best,
             "above": state.above,
             "above_since": state.above_since,
+            "lowest": state.lowest,
+            "far": state.far,
+            "far_since": state.far_since,
+            "signed": state.signed,
         }
 
     def load(self, row: Any) -> SlowState:
@@ -84,66 +100,120 @@ class SlowDivergence(Detector[SlowState]):
             row["best"],
             int(row["above"]),
             row["above_since"],
+            row["lowest"],
+            int(row["far"]),
+            row["far_since"],
+            bool(row["signed"]),
         )
 
     def observe(self, state: SlowState, record: StepRecord) -> tuple[SlowState, list[Incident]]:
-        if record.skipped or not math.isfinite(record.loss) or record.loss <= 0.0:
+        if record.skipped or not math.isfinite(record.loss):
             return state, []
+        if record.loss <= 0.0 and not state.signed:
+            state = _signed(state)
         length = self.config.divergence_steps
-        losses = state.losses.add(record.step, math.log(record.loss), STRETCHES * length)
+        value = scaled(record.loss, state.signed)
+        losses = state.losses.add(record.step, value, STRETCHES * length)
         lr = record.lr if math.isfinite(record.lr) else 0.0
         rates = (*state.rates, lr)[-STRETCHES * length :]
+        state = replace(state, losses=losses, rates=rates)
         if len(losses) < length:
-            return SlowState(losses, rates, state.best), []
-        values = np.asarray(losses.values)
-        fast = median(losses.values[-length:])
-        best = fast if state.best is None else state.best
-        best = min(best + (fast - best) / FORGOTTEN_IN, fast)
+            return state, []
         slack = 2.0 if rates[-1] > RISING_LR * rates[0] else 1.0
-
-        incidents = []
-        over = fast - best
-        if over >= slack * math.log1p(self.config.plateau_rise):
-            above = state.above + 1
-            since = record.step if state.above_since is None else state.above_since
-        else:
-            above, since = 0, None
-        if above >= self.config.plateau_steps and since is not None:
-            incidents.append(self._plateau(record, fast, best, since))
-            best, above, since = fast, 0, None
+        state, incidents = self._above_the_best(state, record, slack)
+        values = np.asarray(losses.values)
         for stretch, times in ((length, 1.0), (length // 2, FASTER)):
             newest = values[-STRETCHES * stretch :]
             if incidents or len(newest) < STRETCHES * stretch:
                 continue
             rise = _steady_rise(newest, stretch)
-            if rise >= times * slack * math.log1p(self.config.divergence_rise):
-                incidents.append(self._rising(record, losses, rise, stretch))
-        return SlowState(losses, rates, best, above, since), incidents
+            fast = median(losses.values[-length:])
+            least = times * slack * math.log1p(self.config.divergence_rise)
+            if rise >= least and self._counts(fast, fast - rise, state.signed):
+                incidents.append(self._rising(record, state, fast, rise, stretch))
+        return state, incidents
 
-    def _rising(self, record: StepRecord, losses: Window, rise: float, length: int) -> Incident:
-        onset = losses.steps[-(STRETCHES - 1) * length]
-        fast = median(losses.values[-length:])
-        percent = 100 * math.expm1(rise)
+    def _counts(self, high: float, low: float, signed: bool) -> bool:
+        """Whether a rise is one in nats too."""
+        rise = unscaled(high, signed) - unscaled(low, signed)
+        return rise >= self.config.loss_min_rise_nats
+
+    def _above_the_best(
+        self, state: SlowState, record: StepRecord, slack: float
+    ) -> tuple[SlowState, list[Incident]]:
+        """The state with best and lowest, and what the loss's height above them says."""
+        config = self.config
+        fast = median(state.losses.values[-config.divergence_steps :])
+        slow = median(state.losses.values)
+        best = slow if state.best is None else state.best
+        # Forgotten upwards only: easy batches would drag it down at once.
+        best = min(best + max(0.0, fast - best) / FORGOTTEN_IN, slow)
+        lowest = slow if state.lowest is None else min(state.lowest, slow)
+
+        def row(low: float, rise: float, count: int, since: int | None) -> tuple[int, int | None]:
+            if fast - low < rise or not self._counts(fast, low, state.signed):
+                return 0, None
+            return count + 1, record.step if since is None else since
+
+        plateau, drift = math.log1p(config.plateau_rise), math.log1p(config.drift_rise)
+        above, since = row(best, slack * plateau, state.above, state.above_since)
+        far, far_since = row(lowest, drift, state.far, state.far_since)
+        incidents = []
+        if above >= config.plateau_steps and since is not None:
+            limit = (config.plateau_rise, config.plateau_steps)
+            incidents = [self._plateau(record, state.signed, fast, best, since, *limit)]
+        elif far >= config.drift_steps and far_since is not None:
+            limit = (config.drift_rise, config.drift_steps)
+            incidents = [self._plateau(record, state.signed, fast, lowest, far_since, *limit)]
+        if incidents:
+            # Told: what comes is measured against this level.
+            best, lowest, above, far, since, far_since = fast, fast, 0, 0, None, None
+        following = replace(
+            state,
+            best=best,
+            above=above,
+            above_since=since,
+            lowest=lowest,
+            far=far,
+            far_since=far_since,
+        )
+        return following, incidents
+
+    def _rising(
+        self, record: StepRecord, state: SlowState, fast: float, rise: float, length: int
+    ) -> Incident:
+        onset = state.losses.steps[-(STRETCHES - 1) * length]
+        now, before = (unscaled(value, state.signed) for value in (fast, fast - rise))
+        risen = relative_rise(now, before)
         return self._incident(
             record,
             onset,
-            f"The loss has risen by {percent:.0f} % since step {onset}, steadily: its average over "
-            f"{length} steps is {math.exp(fast):.3f} in step {record.step}, it was "
-            f"{math.exp(fast - rise):.3f} (limit {100 * self.config.divergence_rise:.0f} %).",
-            {"rise": math.expm1(rise), "fast": math.exp(fast), "slow": math.exp(fast - rise)},
+            f"The loss has risen by {100 * risen:.0f} % since step {onset}, steadily: its average "
+            f"over {length} steps is {now:.3f} in step {record.step}, it was {before:.3f} (limit "
+            f"{100 * self.config.divergence_rise:.0f} %).",
+            {"rise": risen, "fast": now, "slow": before},
         )
 
-    def _plateau(self, record: StepRecord, fast: float, best: float, since: int) -> Incident:
+    def _plateau(
+        self,
+        record: StepRecord,
+        signed: bool,
+        fast: float,
+        low: float,
+        since: int,
+        limit: float,
+        steps: int,
+    ) -> Incident:
         onset = max(0, since - self.config.divergence_steps // 2)
-        rise = math.expm1(fast - best)
+        now, best = unscaled(fast, signed), unscaled(low, signed)
+        rise = relative_rise(now, best)
         return self._incident(
             record,
             onset,
-            f"The loss stays {100 * rise:.0f} % above the best it was, {math.exp(best):.3f}: its "
-            f"average over {self.config.divergence_steps} steps is {math.exp(fast):.3f} in step "
-            f"{record.step}, for {self.config.plateau_steps} steps now (limit "
-            f"{100 * self.config.plateau_rise:.0f} %).",
-            {"rise": rise, "fast": math.exp(fast), "best": math.exp(best)},
+            f"The loss stays {100 * rise:.0f} % above the best it was, {best:.3f}: its average "
+            f"over {self.config.divergence_steps} steps is {now:.3f} in step {record.step}, for "
+            f"{steps} steps now (limit {100 * limit:.0f} %).",
+            {"rise": rise, "fast": now, "best": best},
         )
 
     def _incident(
@@ -155,6 +225,13 @@ class SlowDivergence(Detector[SlowState]):
             message=message,
             evidence={"loss": record.loss, **evidence},
         )
+
+
+def _signed(state: SlowState) -> SlowState:
+    """The state on the scale of losses of either sign."""
+    best, lowest = (None if v is None else signed_from_log(v) for v in (state.best, state.lowest))
+    losses = state.losses.mapped(signed_from_log)
+    return replace(state, losses=losses, best=best, lowest=lowest, signed=True)
 
 
 def _steady_rise(values: np.typing.NDArray[np.float64], length: int) -> float:

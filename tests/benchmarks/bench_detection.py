@@ -15,6 +15,7 @@ Real traces are recorded once a folder (some minutes on two cores); without one 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -34,7 +35,7 @@ class Octavo:
     name = "Octavo"
 
     def __init__(self) -> None:
-        self._bank = DetectorBank(DetectionConfig(exchange_error=0.04))
+        self._bank = DetectorBank(DetectionConfig(exchange_error=0.04), guessing_loss=math.log(256))
 
     def observe(self, record: StepRecord) -> bool:
         """Whether there is an incident."""

@@ -282,7 +282,7 @@ def _record(folder: Path, names: Sequence[str]) -> None:
 
 def out_of_reach() -> dict[str, Any]:
     """A ``detection`` section that lets every finite trouble unfold."""
-    from monitoring.config import DetectionConfig
+    from monitoring.config import MOST, DetectionConfig
 
     limits = ("sigmas", "ratio", "rise", "octaves", "patience", "error", "scale_steps")
     section: dict[str, Any] = {}
@@ -290,7 +290,8 @@ def out_of_reach() -> dict[str, Any]:
         if name.endswith("_pct"):
             section[name] = 100.0
         elif name.endswith(limits):
-            section[name] = 10**9 if field.annotation is int else 1e9
+            most, _ = MOST.get(name, (10**9, ""))
+            section[name] = most if field.annotation is int else 1e9
         elif name.endswith("_horizon"):
             section[name] = 1
     return section

@@ -2,11 +2,12 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from monitoring.config import DetectionConfig
 from monitoring.detectors import GradNormSpike
-from tests.unit.monitoring_traces import healthy_trace, with_norm
+from tests.unit.monitoring_traces import healthy_trace, with_loss, with_norm
 
 
 def incidents_of(records, config=None):
@@ -20,12 +21,27 @@ def incidents_of(records, config=None):
 
 class TestFiresWhen:
     @pytest.mark.parametrize("step", [60, 100, 199])
-    def test_the_norm_leaps_to_twenty_times_its_median(self, step):
+    def test_the_norm_leaps_to_forty_times_its_median(self, step):
         records = healthy_trace(200)
-        records[step] = with_norm(records[step], 20.0)
+        records[step] = with_norm(records[step], 40.0)
         found = incidents_of(records)
         assert [(i.step, i.onset_step) for i in found] == [(step, step)]
-        assert found[0].evidence["ratio"] > 10
+        assert found[0].evidence["ratio"] > 20
+
+    def test_it_leaps_to_twelve_times_and_the_loss_in_the_same_step(self):
+        records = healthy_trace(120)
+        records[100] = with_loss(with_norm(records[100], 12.0), 1.5)
+        assert [(i.step, i.onset_step) for i in incidents_of(records)] == [(100, 100)]
+
+    def test_it_leaps_and_the_loss_after_its_update(self):
+        records = healthy_trace(120)
+        records[100] = with_norm(records[100], 12.0)
+        records[101] = with_loss(records[101], 1.5)
+        (incident,) = incidents_of(records)
+        assert (incident.step, incident.onset_step) == (101, 100)
+        assert (
+            "in step 100" in incident.message and "the loss leapt in step 101" in incident.message
+        )
 
     def test_each_step_of_a_lasting_leap_for_outliers_never_enter_the_baseline(self):
         records = healthy_trace(150)
@@ -54,6 +70,21 @@ class TestStaysSilentWhen:
         records = [dataclasses.replace(r, grad_norm=1.0) for r in healthy_trace(120)]
         for step in range(70, 120, 2):
             records[step] = with_norm(records[step], 9.0)
+        assert not incidents_of(records)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_one_step_in_300_is_clipped_to_a_twelfth_and_its_loss_goes_on(self, seed):
+        records = healthy_trace(2000, seed=seed, layers=())
+        rng = np.random.default_rng(seed)
+        for step in rng.choice(range(60, 2000), 6, replace=False).tolist():
+            records[step] = with_norm(records[step], 12.0)
+        assert not incidents_of(records)
+
+    @pytest.mark.parametrize("length", [1, 6, 8, 20, 31])
+    def test_a_stretch_of_batches_without_a_gradient_ends(self, length):
+        records = healthy_trace(300, layers=())
+        small = [with_norm(r, 0.02) for r in records[150 : 150 + length]]
+        records[150 : 150 + length] = small
         assert not incidents_of(records)
 
     def test_it_falls_to_a_hundredth_or_to_zero_or_is_not_finite(self):

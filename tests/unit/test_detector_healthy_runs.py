@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -17,6 +18,7 @@ from monitoring.records import Incident, ReplicaComparison, StepRecord
 from tests.unit.healthy_runs import HEALTHY_KINDS, SCALING, HealthyKind, healthy_run
 
 CONFIG = DetectionConfig(exchange_error=0.04)
+KNOWN: dict[str, Any] = {"scaling": SCALING, "guessing_loss": math.log(256)}
 
 
 def feed(bank: DetectorBank, records: Iterable[StepRecord]) -> list[Incident]:
@@ -26,7 +28,7 @@ def feed(bank: DetectorBank, records: Iterable[StepRecord]) -> list[Incident]:
 class TestHealthyRuns:
     @pytest.mark.parametrize("kind", HEALTHY_KINDS)
     def test_are_silent(self, kind: HealthyKind) -> None:
-        assert not feed(DetectorBank(CONFIG, scaling=SCALING), healthy_run(kind, 600, seed=1))
+        assert not feed(DetectorBank(CONFIG, **KNOWN), healthy_run(kind, 600, seed=1))
 
     @settings(max_examples=4, deadline=None)
     @given(st.sampled_from(HEALTHY_KINDS), st.integers(2, 2**31), st.integers(1, 5))
@@ -37,7 +39,7 @@ class TestHealthyRuns:
             record if (record.step + 1) % every == 0 else dataclasses.replace(record, tensors={})
             for record in healthy_run(kind, 300, seed)
         )
-        assert not feed(DetectorBank(CONFIG, scaling=SCALING), records)
+        assert not feed(DetectorBank(CONFIG, **KNOWN), records)
 
 
 BASE = list(healthy_run("domain_shift", 150, seed=5))
@@ -88,11 +90,11 @@ def disturbed(draw: st.DrawFn) -> list[StepRecord]:
 def test_a_trace_cut_anywhere_and_reloaded_gives_the_same_incidents(
     records: list[StepRecord], cuts: list[int]
 ) -> None:
-    whole, bank = DetectorBank(CONFIG, scaling=SCALING), DetectorBank(CONFIG, scaling=SCALING)
+    whole, bank = DetectorBank(CONFIG, **KNOWN), DetectorBank(CONFIG, **KNOWN)
     for record in records:
         if record.step in cuts:
             stored = json.dumps(bank.state_dict(), allow_nan=False)
-            bank = DetectorBank(CONFIG, scaling=SCALING)
+            bank = DetectorBank(CONFIG, **KNOWN)
             bank.load_state_dict(json.loads(stored))
         assert repr(bank.observe(record)) == repr(whole.observe(record))
     assert bank.state_dict()["now"] == whole.state_dict()["now"]

@@ -20,6 +20,8 @@ from monitoring.records import Incident, StepRecord
 from tests.unit.monitoring_traces import healthy_trace
 
 TRACE = healthy_trace(500, layers=())
+LONG = healthy_trace(2500, layers=())
+NOISE = np.exp(0.02 * np.random.default_rng(3).normal(size=2500)).tolist()
 
 
 def run(records: Iterable[StepRecord], cls: type[Detector[Any]] = SlowDivergence) -> list[Incident]:
@@ -57,6 +59,16 @@ class TestFiresWhen:
         assert abs(incident.onset_step - 300) <= 8
         assert "% above the best it was" in incident.message
 
+    def test_it_drifts_so_slowly_that_the_best_is_forgotten(self) -> None:
+        records = [
+            dataclasses.replace(r, loss=2.0 * 1.0005**r.step * f)
+            for r, f in zip(LONG, NOISE, strict=True)
+        ]
+        incidents = run(records)
+        assert incidents and incidents[0].step < 1300
+        assert incidents[0].evidence["best"] == pytest.approx(2.0, rel=0.05)
+        assert incidents[0].evidence["fast"] > 3.2
+
     def test_the_learning_rate_rises_too_but_the_loss_by_twice_as_much(self) -> None:
         def rising(record: StepRecord) -> StepRecord:
             return dataclasses.replace(record, lr=3e-4 * 1.01 ** max(0, record.step - 250))
@@ -66,6 +78,19 @@ class TestFiresWhen:
 
 
 class TestStaysSilentWhen:
+    @pytest.mark.parametrize("harder", [1.2, 1.35])
+    @pytest.mark.parametrize("over", [600, 2000])
+    def test_the_data_is_in_an_order_of_rising_difficulty(self, harder: float, over: int) -> None:
+        assert not run(
+            dataclasses.replace(r, loss=2.0 * (1 + (harder - 1) * min(1.0, r.step / over)) * f)
+            for r, f in zip(LONG, NOISE, strict=True)
+        )
+
+    @pytest.mark.parametrize("length", [9, 16, 31])
+    @pytest.mark.parametrize("easy", [0.3, 0.7])
+    def test_a_stretch_of_easy_batches_ends(self, length: int, easy: float) -> None:
+        assert not run(scaled(lambda step: easy if 300 <= step < 300 + length else 1.0))
+
     def test_the_loss_falls(self) -> None:
         assert not run(TRACE)
 

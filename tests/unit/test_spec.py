@@ -155,6 +155,9 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"snapshots__replicas": 1}, "snapshots.replicas", "never on its own node"),
         ({"detection__min_history": 65}, "detection.min_history", "window = 64"),
         ({"detection__windw": 65}, "detection.windw", "no such key"),
+        ({"detection__settle_steps": 5000}, "detection.settle_steps", "is reported meanwhile"),
+        ({"detection__window": 100_000}, "detection.window", "make it at most 4096"),
+        ({"detection__loss_sigmas": float("inf")}, "detection.loss_sigmas", "finite"),
         (
             {"fp8__high_precision_layers": {"first": 3, "last": 2}},
             "fp8.high_precision_layers.last",
