@@ -1,7 +1,8 @@
 """The commands by which a person acts on a running job: rollback, precision, exchange, pause.
 
 Promises: each waits until it was done, and says at which step, or fails with why not;
-``--no-wait`` returns once it is stored, which is enough for it to be done or answered. A
+``--no-wait`` returns once it is stored, which is enough for it to be done or answered. What a
+paused job is asked is stored too, and done when it is resumed: nothing waits for that. A
 ``--key`` makes it safe to repeat: the same key is the same control.
 """
 
@@ -65,7 +66,7 @@ def rollback(
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
-    """Take a running job back to an earlier step."""
+    """Take a job back to an earlier step; a paused one when it is resumed, before it trains."""
     batches = batches_of(skip or [])
     client = client_of(home)
     asked = client.rollback(job, to_step, batches, **_ask(reason, key))
@@ -84,7 +85,8 @@ def precision(
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
-    """Move layers of a running job to BF16, where they stay until asked back, or to FP8."""
+    """Move layers of a job to BF16, where they stay until asked back, or to FP8; of a paused one
+    when it is resumed."""
     client = client_of(home)
     asked = client.precision(job, layer, to.value, **_ask(reason, key))
     _tell(client, asked, wait=wait, output=output)
@@ -99,7 +101,7 @@ def exchange(
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
-    """Change what a running job's gradients cross the network in."""
+    """Change what a job's gradients cross the network in; a paused one's when it is resumed."""
     client = client_of(home)
     asked = client.exchange(job, to.value, **_ask(reason, key))
     _tell(client, asked, wait=wait, output=output)
@@ -144,13 +146,15 @@ def _ask(reason: str, key: str) -> dict[str, str]:
 def _tell(client: Client, asked: Mapping[str, Any], *, wait: bool, output: Output) -> None:
     """What became of it, or that it is stored."""
     found = dict(asked)
-    if wait and found["state"] == "accepted":
+    # A paused job has none to wait for: the message says what it takes.
+    if wait and found["state"] == "accepted" and not found["message"]:
         found = client.answer(found["job"], found["key"])
     if found["state"] == "refused":
         raise CommandError(f"{found['job']}: {found['message'].rstrip('. ')}")
     if output is Output.json:
         print_json(found)
     elif found["state"] == "accepted":
-        print(f"{found['job']} {found['kind']} accepted, key {found['key']}")
+        waits = f": {found['message']}" if found["message"] else ""
+        print(f"{found['job']} {found['kind']} accepted, key {found['key']}{waits}")
     else:
         print(f"{found['job']} {found['kind']} applied: {found['message']}")

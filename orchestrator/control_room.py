@@ -37,6 +37,9 @@ class Floor(Protocol):
     def takes_commands(self) -> bool:
         """Whether the ranks train and go on."""
 
+    def before_ranks(self) -> bool:
+        """Whether the ranks are not given out: the attempt may as well begin elsewhere."""
+
     def may_pause_now(self) -> bool:
         """Whether a job whose ranks don't train would lose nothing by a pause."""
 
@@ -123,6 +126,9 @@ class ControlRoom:
         answers it."""
         if control.kind in STOPS and self._floor.may_pause_now():
             return True
+        if control.kind == "rollback" and self._floor.before_ranks():
+            # What an earlier supervisor decided is in force once they train.
+            return self._desk.decided(control) is None
         if not self._floor.takes_commands():
             return False
         layers_known = bool(self._floor.attempt.facts.fp8_layers) or self._spec.precision != "fp8"

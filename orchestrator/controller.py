@@ -30,7 +30,7 @@ from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.node_desk import NodeDesk, Sight
 from orchestrator.node_groups import NodeGroups
 from orchestrator.node_roll import NodeRoll
-from orchestrator.notices import decided, seen
+from orchestrator.notices import decided, ladder_renewed, seen
 from orchestrator.preemption import Preemption, ticket_of
 from orchestrator.protocol import (
     Acknowledgement,
@@ -164,7 +164,8 @@ class Controller:
     def resume(self, job: str, reason: str, degrees: Mapping[Word, int] | None = None) -> JobRow:
         """Queue a paused, cancelled or failed job again; else ``TransitionRefused``.
 
-        Its next attempt starts from the newest state that was saved, on any ``degrees``: those
+        What was asked of it meanwhile is done first, and a ladder that gave up begins anew. Its
+        next attempt starts from the newest state that was saved, on any ``degrees``: those
         given replace the job's own. Raises ``SpecError`` for what it can't be split into.
         """
         now = self._clock()
@@ -177,6 +178,8 @@ class Controller:
             (Path(before.job_dir) / "spec.yaml").write_text(spec_yaml(spec))
         else:
             self.store.change(job, Cause.RESUME_ASKED, reason, now)
+        if (told := ladder_renewed(self.store.actions(job))) is not None:
+            self.store.note(job, EventDraft(told.kind, now, told.message, told.detail))
         self._notify()
         return self.store.job(job)
 

@@ -244,6 +244,8 @@ def in_vain(job: str, state: JobState, kind: ControlKind) -> str:
     """Why a job in ``state`` takes no such control, and what would help; empty when it does."""
     if state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING):
         return ""
+    if put_off(state, kind):
+        return ""
     if kind == "pause":
         if state is JobState.PAUSED:
             return f"{job} is paused already; `octavo resume {job}` lets it go on"
@@ -257,6 +259,11 @@ def in_vain(job: str, state: JobState, kind: ControlKind) -> str:
     if state is JobState.CANCELLING:
         return f"{job} is being cancelled"
     return f"{job} doesn't run: it {_been(state)}"
+
+
+def put_off(state: JobState, kind: ControlKind) -> bool:
+    """Whether it is kept until the job is resumed, which begins with it."""
+    return state is JobState.PAUSED and kind not in STOPS
 
 
 def refused_at_once(control: Control, spec: JobSpec, step: int) -> str:

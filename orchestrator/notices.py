@@ -14,6 +14,7 @@ from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.attempt_state import AttemptState
 from orchestrator.controls import Control, ControlAnswer
+from orchestrator.fresh_start import gave_up
 from orchestrator.way_back import WayBack
 from parallel.precision.choice import BackendChoice
 
@@ -217,6 +218,19 @@ def decided(action: Action) -> Notice:
             "control": None if action.asked is None else action.asked.key,
             "passed_over": [f"{p.rung}: {p.why}" for p in action.passed_over],
         },
+    )
+
+
+def ladder_renewed(actions: Sequence[Action]) -> Notice | None:
+    """A person has the job go on that the ladder gave up, as the newest of ``actions`` says."""
+    if not actions or not gave_up(actions[-1]):
+        return None
+    step = max(actions[-1].step, 0)
+    return Notice(
+        "ladder_renewed",
+        "The recovery ladder begins anew: its budgets, and what counts as trouble that comes back, "
+        f"leave out all that was before the {actions[-1].kind} at step {step}.",
+        {"step": step},
     )
 
 

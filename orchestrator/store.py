@@ -22,7 +22,7 @@ from sqlalchemy.engine import Connection, Engine
 from monitoring.prometheus import Numbers
 from monitoring.records import Incident
 from orchestrator.actions import Action
-from orchestrator.controls import Control, in_vain
+from orchestrator.controls import Control, in_vain, put_off
 from orchestrator.degrees import on_nodes
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.protocol import (
@@ -356,7 +356,7 @@ class Store:
 
         Raises ``ControlConflictError`` for a key that asked for something else, and
         ``ControlRefusedError`` for a job that isn't running. The pause of a queued job is
-        done at once.
+        done at once; what is asked of a paused one waits for its resume.
         """
         with self._write() as db:
             row = stored_job(db, job)
@@ -367,7 +367,8 @@ class Store:
             state = state_named(row["state"])
             if refused := in_vain(job, state, control.kind):
                 raise ControlRefusedError(refused)
-            add_control(db, job, control)
+            waits = f"done first once the job is resumed (`octavo resume {job}`)"
+            add_control(db, job, control, waits if put_off(state, control.kind) else "")
             if state is JobState.QUEUED:
                 told = f"paused by {control.by} while it waited for nodes"
                 after = next_state(state, Cause.PAUSE_ASKED)

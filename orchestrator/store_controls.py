@@ -64,11 +64,11 @@ class ControlRow:
         }
 
 
-def add_control(db: Connection, job: str, control: Control) -> None:
-    """Write an accepted control."""
+def add_control(db: Connection, job: str, control: Control, message: str = "") -> None:
+    """Write an accepted control; ``message``: what it waits for."""
     row = {"job": job, "key": control.key, "state": "accepted"}
     body = json.dumps(control.to_json(), separators=(",", ":"))
-    db.execute(sa.insert(controls).values({**row, "body": body, "message": ""}))
+    db.execute(sa.insert(controls).values({**row, "body": body, "message": message}))
 
 
 def stored_control(db: Connection, job: str, key: str) -> ControlRow | None:

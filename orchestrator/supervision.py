@@ -389,6 +389,10 @@ class Supervision:
         done = self._attempt.facts.step + 1 >= self._spec.training.steps
         return trains and not done and self._ending is None and not self._group.ended()
 
+    def before_ranks(self) -> bool:
+        """Whether the ranks are not given out: the attempt may as well begin elsewhere."""
+        return self.phase is Phase.LAUNCHING and self._ending is None and not self._group.ended()
+
     def may_pause_now(self) -> bool:
         """Whether a job whose ranks don't train would lose nothing by a pause."""
         waits = self.phase is Phase.LAUNCHING or not self._attempt.trains

@@ -246,3 +246,26 @@ def test_batches_are_read_in_numbers_and_spans() -> None:
         with pytest.raises(CommandError) as told:
             batches_of([wrong])
         assert told.value.code == 2
+
+
+def test_what_a_paused_job_is_asked_is_kept_and_told_to_whoever_resumes_it(
+    home: Home, api: TestClient, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = running(plane)
+    gave_up = Action("pause", 1, 0, 30, 0.0, "Paused for a person.", in_place=False)
+    over = (JobState.PAUSED, Cause.BUDGET_SPENT)
+    plane.controller.report(job, 1, SupervisorBatch(2, actions=(gave_up,), transition=over))
+    call(["rollback", job, "--to-step", "20", "--skip", "25", "--key", "k"])
+    told = capsys.readouterr().out
+    assert "accepted, key k: done first once the job is resumed" in told
+    assert f"`octavo resume {job}`" in told
+    plane.supervisors.done.add(job)
+    plane.steps(2)
+    api.post(f"/v1/jobs/{job}/resume")
+    (event,) = plane.told(job, "ladder_renewed")
+    assert "begins anew" in event and "the pause at step 30" in event
+    plane.supervisors.done.clear()
+    plane.steps(4)
+    assert [(j, [c.key for c in asked]) for j, asked in plane.supervisors.asked[-1:]] == [
+        (job, ["k"])
+    ]

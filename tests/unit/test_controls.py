@@ -21,6 +21,7 @@ from orchestrator.controls import (
     decide_control,
     in_vain,
     left_unanswered,
+    put_off,
     refused_at_once,
 )
 from orchestrator.lifecycle import JobState
@@ -223,7 +224,9 @@ class TestTheLadderBesideIt:
 def test_a_job_takes_controls_while_it_has_nodes_and_goes_on(state: JobState, kind: Any) -> None:
     told = in_vain("toy-1", state, kind)
     runs = state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING)
-    assert (told == "") == (runs or (kind == "pause" and state is JobState.QUEUED))
+    waits = state is (JobState.QUEUED if kind == "pause" else JobState.PAUSED)
+    assert (told == "") == (runs or waits)
+    assert put_off(state, kind) == (waits and kind != "pause")
     assert not told or "toy-1" in told
 
 
@@ -341,6 +344,29 @@ class TestThroughTheSupervisor:
         job.step()
         job.train(3)
         assert answers(job)["k1"][0] == "applied"
+
+    def test_what_a_paused_job_was_asked_is_done_first_when_it_is_resumed(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(23)
+        job.settled()
+        job.close()
+        job.ranks.closed = False
+        job.take_over(job.controller.next_attempt("scripted-000001", 1, "resumed"))
+        job.ranks.attempts.clear()
+        asked = [rollback(10, 12, key="a"), precision("bf16", SCRIPTED_LAYERS[0], key="b")]
+        job.supervision.ask([*asked, control("exchange", "c", to="bf16")])
+        job.step()
+        job.step()
+        (first,) = [ranks[0] for ranks in job.ranks.attempts]
+        assert first.restore is not None and first.restore.step == 10
+        assert first.ledger == (12,)
+        job.train(3)
+        assert answers(job)["a"] == ("applied", "Training goes on from step 10.", 10)
+        assert {key: state for key, (state, _, _) in answers(job).items()} == dict.fromkeys(
+            "abc", "applied"
+        )
 
     def test_a_checkpoint_that_memory_lost_is_gone_back_to_by_a_restart(self, bench: Make) -> None:
         job = bench(snapshots={"every": 5, "keep": 3, "certify_after": 5})
