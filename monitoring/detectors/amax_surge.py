@@ -43,9 +43,14 @@ ODD_OCTAVES = 0.5
 """Octaves above its history from which a value stays out of it, if they are half of
 ``amax_sigmas`` too: else growth would raise level and spread before it is seen."""
 
-FIELDS = ("level", "spread", "count", "run", "since", "moved")
+ONSET_SHARE = 0.5
+"""Share of ``amax_surge_octaves`` from which a stretch is counted to the surge that follows: a
+level that is an octave higher and stays is healthy, however long before."""
+
+FIELDS = ("level", "spread", "count", "run", "since", "moved", "high")
 """Average octaves; mean absolute deviation; healthy steps seen, up to ``window``; surging steps in
-a row; first step of the present stretch of values that stay out; 1 where it has moved by now."""
+a row; first step of the present stretch of values that stay out; 1 where it has moved by now; first
+step of the present stretch of values that are ``ONSET_SHARE`` of a surge."""
 
 
 @register
@@ -60,7 +65,7 @@ class AmaxSurge(RowsDetector):
             return state, []
         config, table = self.config, table_of(record)
         state = state.named(table.names)
-        level, spread, count, run, since, _ = state.fields()
+        level, spread, count, run, since, _, high = state.fields()
         spread, count, run = or_zero(spread), or_zero(count), or_zero(run)
 
         seen = ~np.isnan(table.octaves)
@@ -73,6 +78,9 @@ class AmaxSurge(RowsDetector):
         surging = moved & (rise >= config.amax_surge_octaves) & ~table.backward
         # A tensor in BF16 or without an amax keeps nothing of a stretch before it.
         since = since_when(odd, since, record.step)
+        high = since_when(
+            odd & (rise >= ONSET_SHARE * config.amax_surge_octaves), high, record.step
+        )
         run = np.where(surging, run + 1, 0)
 
         # Who stays where it went for a window has found a new level: its history begins anew.
@@ -87,19 +95,20 @@ class AmaxSurge(RowsDetector):
         count = np.where(healthy, np.minimum(count + 1, config.window), count)
         since, run = np.where(stays, np.nan, since), np.where(stays, 0, run)
 
-        following = TensorRows.of(table.names, (level, spread, count, run, since, moved & ~stays))
+        values = (level, spread, count, run, since, moved & ~stays, high)
+        following = TensorRows.of(table.names, values)
         hits = (run >= config.amax_patience) | (surging & (rise >= 2 * config.amax_surge_octaves))
         # A level that has just become its own history is no surge any more, however high.
         hits &= ~stays
         if not hits.any():
             return following, []
-        incident = self._incident(record, hits, moved, since, rise, sigmas)
+        incident = self._incident(record, hits, moved, since, high, rise, sigmas)
         return following, [incident]
 
     def moved_before(self, state: TensorRows, step: int) -> tuple[Suspect, ...]:
         if not state.names:
             return ()
-        level, _, _, _, since, has_moved = state.fields()
+        level, _, _, _, since, has_moved, _ = state.fields()
         moved = (has_moved > 0.0) & (since < step) & ~are_backward(state.names)
         if not moved.any():
             return ()
@@ -111,6 +120,7 @@ class AmaxSurge(RowsDetector):
         hits: Bools,
         moved: Bools,
         since: Floats,
+        high: Floats,
         rise: Floats,
         sigmas: Floats,
     ) -> Incident:
@@ -124,7 +134,7 @@ class AmaxSurge(RowsDetector):
             "usual_amax": np.exp2(table.octaves - rise),
         }
         found = suspects(table.names, moved, since, rise, evidence)
-        onset = int(since[hits].min())
+        onset = int(high[hits].min())
         return self.incident(
             record,
             onset_step=onset,

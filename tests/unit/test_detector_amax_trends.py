@@ -70,6 +70,12 @@ class TestSurgeFiresWhen:
         )
         assert "first to move was layers.2.mlp.down" in incident.message
 
+    def test_steps_at_a_level_an_octave_higher_before_it_are_not_its_onset(self) -> None:
+        factors = [1.0 if s < 100 else 2.2 if s < 130 else 20.0 for s in range(140)]
+        incident = surge(changed(lambda s: factors[min(s, 139)]))[0]
+        assert (incident.step, incident.onset_step) == (131, 130)
+        assert incident.suspects[0].evidence["since_step"] == 100
+
     def test_it_leaps_by_twice_the_octaves_at_once(self) -> None:
         assert surge(changed(at(100, 100.0, length=1)))[0].step == 100
 
