@@ -40,7 +40,7 @@ class JobFacts:
         self.fp8_layers: tuple[str, ...] = ()
         self.fixed_layers: tuple[str, ...] = ()
         """Linears that stay in BF16 by the spec; known with ``fp8_layers``."""
-        self.batches: OrderedDict[int, int] = OrderedDict()
+        self.batches: OrderedDict[int, int] = OrderedDict(resume.batches)
         """Batch of each step up to ``step``; beyond it, of the timeline before."""
         self.last_incident_step: int | None = max(
             (i.step for action in self.actions for i in action.incidents), default=None

@@ -8,7 +8,7 @@ refused, so that no two attempts write.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.controls import Control, ControlAnswer
@@ -143,6 +143,8 @@ class ResumeState:
     """What gradients cross the network in; None: not decided yet."""
     spares: tuple[NodeSlot, ...] = ()
     """Nodes of the group that have no ranks."""
+    batches: Mapping[int, int] = field(default_factory=dict)
+    """Batch of each of the newest steps recorded (``orchestrator.resume.batches_of``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from orchestrator.job_trace import Begun, JobTrace
 from orchestrator.lost_supervisor import blind_history
 from orchestrator.protocol import ResumeState, StepContext
 from orchestrator.recovery import decide, exchange_to_fp8, return_to_fp8
-from orchestrator.resume import standing
+from orchestrator.resume import NEWEST_STEPS, batches_of, standing
 from orchestrator.snapshot_book import SnapshotBook
 from orchestrator.spec import JobSpec
 
@@ -186,6 +186,8 @@ class _Replay:
         self._reached: int = -1
         self._assumed = False
         self._records = 0
+        self._used: deque[tuple[int, int]] = deque(maxlen=NEWEST_STEPS)
+        """Step and batch of the newest records."""
 
     def run(self) -> Replayed:
         """Through all attempts, as far as there are records."""
@@ -247,6 +249,7 @@ class _Replay:
                 nodes=(),
                 placement_group="",
                 exchange=stand.exchange,
+                batches=batches_of(self._used),
             )
         )
         if begun.new_supervisor:
@@ -336,6 +339,7 @@ class _Replay:
         stretch.last = record.step
         self._reached = max(self._reached, record.step)
         self._newest = record
+        self._used.append((record.step, record.batch))
         self._records += 1
 
     # Decisions.

@@ -7,6 +7,7 @@ fires no drill twice.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from parallel.config import ExchangeDtype, Precision
 
 REPORT_LAG = 64
 """Steps that a rank may have run without their record being stored when it dies."""
+
+NEWEST_STEPS = 512
+"""Records whose batches the next attempt knows: a rollback skips no further back by far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,14 @@ def standing(spec: JobSpec, actions: Sequence[Action]) -> Standing:
         exchange = action.exchange or exchange
     differing = {layer: p for layer, p in precision.items() if p != spec.precision}
     return Standing(timeline, tuple(sorted(ledger)), differing, lr_scale, exchange)
+
+
+def batches_of(records: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Batch of each step, from (step, batch) of the newest records, oldest first.
+
+    A step that was done again has the batch that it had last.
+    """
+    return dict(deque(records, maxlen=NEWEST_STEPS))
 
 
 def fired_drills(

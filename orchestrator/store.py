@@ -35,7 +35,7 @@ from orchestrator.protocol import (
     StepContext,
     SupervisorBatch,
 )
-from orchestrator.resume import fired_drills, standing
+from orchestrator.resume import NEWEST_STEPS, batches_of, fired_drills, standing
 from orchestrator.spec import JobSpec, spec_data
 from orchestrator.store_controls import (
     ControlConflictError,
@@ -285,6 +285,9 @@ class Store:
             row = job_row(stored)
             drills = sa.select(steps.c.drills).where(steps.c.job == job, steps.c.drills != "")
             recorded = [int(n) for (text,) in db.execute(drills) for n in text.split(",")]
+            used = sa.select(steps.c.step, steps.c.batch).where(steps.c.job == job)
+            newest = used.order_by(steps.c.id.desc()).limit(NEWEST_STEPS)
+            batches = [(n, batch) for n, batch in db.execute(newest) if batch is not None]
             detectors = stored["detector_state"]
         done = self.actions(job)
         sum_ = standing(row.spec, done)
@@ -308,6 +311,7 @@ class Store:
             detector_state=json.loads(detectors) if detectors else None,
             nodes=tuple(node for node in row.nodes if not node.spare),
             spares=tuple(node for node in row.nodes if node.spare),
+            batches=batches_of(reversed(batches)),
             placement_group=row.placement_group,
         )
 

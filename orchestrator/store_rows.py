@@ -195,6 +195,7 @@ def store_batch(
                 "timeline": s["timeline"],
                 "step": s["step"],
                 "drills": ",".join(map(str, s.get("drills", ()))),
+                "batch": s["batch"],
                 "body": dump(dict(s)),
             }
             for s in batch.steps

@@ -225,6 +225,8 @@ steps = _records(
     Column("timeline", Integer, nullable=False),
     Column("step", Integer, nullable=False),
     Column("drills", Text, nullable=False, default=""),
+    # NULL: of an older Octavo, which kept it in the body alone.
+    Column("batch", _Id),
     Column("body", Deflated, nullable=False),
     Index("ix_steps_place", "job", "attempt", "timeline", "step"),
 )

@@ -44,7 +44,7 @@ from orchestrator.protocol import (
     ResumeState,
     SupervisorBatch,
 )
-from orchestrator.resume import standing
+from orchestrator.resume import batches_of, standing
 from orchestrator.spec import JobSpec
 from orchestrator.supervision import Phase, Supervision
 
@@ -136,6 +136,7 @@ class ScriptedController:
                 for n in range(self.spec.num_nodes)
             ),
             placement_group="",
+            batches=batches_of((s["step"], s["batch"]) for s in self.steps),
         )
 
     def kinds(self) -> list[str]:

@@ -26,6 +26,7 @@ from orchestrator.protocol import (
     NodeSlot,
     SupervisorBatch,
 )
+from orchestrator.resume import NEWEST_STEPS
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
 from orchestrator.store import Store
@@ -294,6 +295,18 @@ def test_the_resume_state_is_the_sum_of_the_stored_actions(store: Store) -> None
     assert resume.detector_state == {"window": [1, 2]}
     assert resume.nodes == (NODE,)
     assert resume.spec == store.job(job).spec
+
+
+def test_the_next_attempt_knows_the_batch_that_each_of_the_newest_steps_had_last(
+    store: Store,
+) -> None:
+    job = started(store)
+    again = [step(n, timeline=1, batch=n + 2) for n in range(590, 595)]
+    batch = SupervisorBatch(1, steps=(*(step(n) for n in range(600)), *again))
+    assert store.record(job, 1, batch, 5.0).accepted
+    known = store.begin_attempt(job, "lost", 5.0).batches
+    assert (known[589], known[590], known[594], known[595]) == (589, 592, 596, 595)
+    assert len(known) == NEWEST_STEPS - len(again) and 0 not in known
 
 
 def test_a_drill_that_killed_its_rank_does_not_fire_again(store: Store) -> None:

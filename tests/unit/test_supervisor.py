@@ -30,12 +30,15 @@ from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.report import render_report
 from monitoring.summary import summarize
+from orchestrator.config import RecoveryConfig
 from orchestrator.lifecycle import JobState
 from orchestrator.lost_supervisor import supervisor_lost
 from orchestrator.protocol import NodeSlot
+from orchestrator.recovery import decide
 from orchestrator.supervision import BLAME_S, NODE_BLAME_S, STOP_S, Phase
 from orchestrator.supervisors import LastWords
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
+from tests.unit.test_recovery import incident
 
 
 def saturates_from(step: int, layer: str = LAYERS[1]) -> Script:
@@ -561,6 +564,18 @@ class TestLostRanks:
         assert job.controller.kinds() == []
         job.step(2.0)
         assert job.controller.kinds() == ["restart"]
+
+    def test_a_rollback_after_a_restart_knows_the_batches_of_before_it(self, bench: Make) -> None:
+        job = bench(saturates_from(22))
+        job.train(31)
+        assert job.settled().kinds() == ["layer_fallback"]
+        job.ranks.lose(1)
+        job.train(2)
+        facts = job.supervision.attempt.facts
+        assert [facts.batches[step] for step in (14, 21, 22)] == [14, 21, 23], "22 was left out"
+        trouble = incident("slow_divergence", facts.step, 18)
+        back = decide([trouble], facts.history(0.0, ()), RecoveryConfig())
+        assert back.skip_batches == tuple(facts.batches[s] for s in range(18, facts.step + 1))
 
     def test_restarts_run_out(self, bench: Make) -> None:
         job = bench(recovery={"max_restarts": 2})
