@@ -218,6 +218,6 @@ def test_a_lost_nodes_rank_goes_on_elsewhere_from_its_partners_copy_to_the_bit(
     held = [e.detail for e in told["events"] if e.kind == "copies_held"]
     assert held and all(h["replicas"] == 1 and h["keeper_bytes"] > 0 for h in held)
     here = spec.model_copy(update={"num_nodes": 1, "slots_per_node": NODES})
-    undisturbed = run_job(here, tmp_path / "undisturbed").losses()
+    undisturbed = run_job(here, folder=tmp_path / "undisturbed").losses()
     kept, _ = split_timelines(told["steps"])
     assert {record.step: record.loss.hex() for record in kept} == undisturbed
