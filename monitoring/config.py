@@ -87,8 +87,9 @@ class DetectionConfig(_Section):
     """Gradient norm over its median, below which nothing is a spike: clipping deals with it."""
     grad_norm_patience: int = Field(2, ge=1)
     """Successive steps of it before it is an incident; one of 5.5 times the ratio is at once, one
-    whose loss leaps too or in the next step then. In the demo with a small batch single norms are
-    7 times their trend, elsewhere 12 times once in 300 steps, and clipping heals them."""
+    of 2.5 times if its loss leaps too, and any if the next loss does. In the demo with a small
+    batch single norms are 7 times their trend, elsewhere 12 times once in 300 steps, and clipping
+    heals them."""
     saturation_pct: float = Field(1.0, gt=0, le=100)
     """Percent of a tensor's values clamped to the FP8 maximum that makes it saturated. Healthy
     delayed scaling clamps 0.1 % at most, in the first steps."""

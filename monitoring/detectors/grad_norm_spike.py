@@ -4,8 +4,9 @@ Sees: log(gradient norm) above its trend, and the loss beside it. Statistic: the
 Theil–Sen trend of the newest healthy steps (followed down, never up), as a robust z-score among
 the residuals of the last ``window`` healthy steps. It leaps when that reaches
 ``grad_norm_sigmas`` and the norm is at least ``grad_norm_min_ratio`` times the trend. Fires when
-it leaps for ``grad_norm_patience`` steps, when it is ``ENORMOUS`` times that ratio in one, and when
-the loss leaps by a spike's limits in the same step or in the one after a leap. Silent until
+it leaps for ``grad_norm_patience`` steps, when it is ``ENORMOUS`` times that ratio in one, or
+``HEAVY`` times it in one whose loss leaps by a spike's limits too, and when the loss does so in the
+step after a leap. Silent until
 ``min_history`` healthy steps were seen.
 
 A norm that is as far below the trend enters its baseline when that has lasted.
@@ -40,6 +41,8 @@ LEAST_SPREAD = 0.05
 ENORMOUS = 5.5
 """Times ``grad_norm_min_ratio`` from which one step is enough: 22 times the trend by default.
 Single norms of 12 times it were seen once in 300 steps, and clipping heals them."""
+HEAVY = 2.5
+"""The same of a step whose loss leaps too."""
 LOSSES = 16
 """Losses of ordinary steps that are remembered."""
 LEAST_LOSS_SPREAD = 0.01
@@ -128,8 +131,8 @@ class GradNormSpike(Detector[NormState]):
             largest = state.largest
         kept = replace(baseline, lower=NO_VALUES)
         leaping = NormState(kept, losses, state.run + 1, since, largest)
-        enormous = apart >= least + math.log(ENORMOUS)
-        if leaping.run >= config.grad_norm_patience or enormous or loss_leaps:
+        at_once = apart >= least + math.log(HEAVY if loss_leaps else ENORMOUS)
+        if leaping.run >= config.grad_norm_patience or at_once:
             return leaping, [self._incident(record, largest, since)]
         return leaping, []
 

@@ -33,6 +33,11 @@ class TestFiresWhen:
         records[100] = with_loss(with_norm(records[100], 12.0), 1.5)
         assert [(i.step, i.onset_step) for i in incidents_of(records)] == [(100, 100)]
 
+    def test_a_batch_that_is_harder_in_loss_and_norm_is_waited_for(self):
+        records = healthy_trace(120)
+        records[100] = with_loss(with_norm(records[100], 7.0), 1.4)
+        assert not incidents_of(records)
+
     def test_it_leaps_and_the_loss_after_its_update(self):
         records = healthy_trace(120)
         records[100] = with_norm(records[100], 12.0)
