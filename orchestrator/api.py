@@ -177,9 +177,10 @@ def job_json(row: JobRow) -> dict[str, Any]:
         "state": row.state.word,
         "reason": row.reason,
         "settled": settled(row),
-        "step": row.step,
+        "step": row.stands_at,
         "steps": row.spec.training.steps,
-        "loss": row.loss,
+        # Of a step that was given up it says nothing.
+        "loss": row.loss if row.stands_at == row.step else None,
         "attempt": row.attempt,
         "timeline": row.timeline,
         "priority": row.priority,

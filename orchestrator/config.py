@@ -34,6 +34,30 @@ class ResourcesConfig(_Section):
     """Keep one imported, idle worker a rank for restarts."""
 
 
+LEAST_INIT_TIMEOUT_S = 5.0
+LEAST_STEP_TIMEOUT_S = 1.0
+LONGEST_TIMEOUT_S = 7 * 86400.0
+
+
+def _a_start(seconds: float) -> float:
+    return _within(seconds, LEAST_INIT_TIMEOUT_S, "the imports of a rank alone take as long")
+
+
+def _a_step(seconds: float) -> float:
+    why = "a step's report takes up to a quarter of one, and every late one costs a restart"
+    return _within(seconds, LEAST_STEP_TIMEOUT_S, why)
+
+
+def _within(seconds: float, least: float, why: str) -> float:
+    if not seconds >= least:
+        raise ValueError(f"must be {least:g} or more, in seconds: {why}")
+    if seconds > LONGEST_TIMEOUT_S:
+        raise ValueError(
+            f"must be {LONGEST_TIMEOUT_S:.0f} or less, in seconds: a week of silence is a hang"
+        )
+    return seconds
+
+
 class RecoveryConfig(_Section):
     """Budgets of the recovery ladder, and restarts."""
 
@@ -79,9 +103,9 @@ class RecoveryConfig(_Section):
     """Steps within which an incident counts as the same trouble recurring."""
     calm_steps: int = Field(100, ge=1)
     """Healthy steps after which layers, and the gradient exchange, return to FP8."""
-    init_timeout_s: float = Field(300.0, gt=0)
+    init_timeout_s: Annotated[float, AfterValidator(_a_start)] = 300.0
     """Seconds an attempt may take from its start to its first step."""
-    step_timeout_s: float | None = Field(None, gt=0)
+    step_timeout_s: Annotated[float, AfterValidator(_a_step)] | None = None
     """Seconds a step may take; unset: 20 times the job's own median, at least 60."""
     replace_slow_nodes: bool = False
     """Whether a node whose ranks are slow (``detection.slow_rank``) is replaced by a restart from

@@ -59,6 +59,18 @@ class JobRow:
     """Whose turn in the queue it takes, as they call themselves."""
     granted_at: float | None = None
     """When it was given nodes last."""
+    goes_on_at: int | None = None
+    """The step that a way back leads to; None once a step has followed."""
+
+    @property
+    def stands_at(self) -> int:
+        """Newest step that was not given up, -1 for none."""
+        return stands_at(self.step, self.goes_on_at)
+
+
+def stands_at(step: int, goes_on_at: int | None) -> int:
+    """``JobRow.stands_at``."""
+    return step if goes_on_at is None else min(step, goes_on_at - 1)
 
 
 def dump(value: object) -> str:
@@ -157,7 +169,8 @@ def set_state(
         now_stored = stored_job(db, row["id"])
         if cause is not Cause.PREEMPTED:
             config = stored_spec(row["spec"]).notifications
-            add_webhook(db, now_stored, config, after, cause, reason, time)
+            standing = stands_at(now_stored["step"], now_stored["goes_on_at"])
+            add_webhook(db, now_stored, config, after, cause, reason, time, standing)
         step = now_stored["step"]
         for control, answer in answer_the_rest(db, row["id"], after, step, reason, time):
             notice = answered(control, answer)
@@ -226,9 +239,12 @@ def store_batch(
     if batch.steps:
         newest = batch.steps[-1]
         loss = float(newest["loss"])
-        changed = {"step": newest["step"], "timeline": newest["timeline"]}
+        changed = {"step": newest["step"], "timeline": newest["timeline"], "goes_on_at": None}
         # Databases differ in what they do with NaN; the step's own body keeps it.
         changed["loss"] = loss if loss - loss == 0 else None
+    # An action is stored before anything that it leads to.
+    for back in (action for action in batch.actions if action.to_step is not None):
+        changed["goes_on_at"] = back.to_step
     answer_controls(db, job, batch.answers, time)
     if batch.detector_state is not None:
         changed["detector_state"] = dump(dict(batch.detector_state))

@@ -75,6 +75,8 @@ jobs = Table(
     Column("submit_key", String(64), unique=True),
     # When nodes were given to it last.
     Column("granted_at", Float),
+    # The step that a way back leads to; NULL once a step has followed.
+    Column("goes_on_at", Integer),
 )
 
 attempts = Table(

@@ -41,8 +41,9 @@ def add_webhook(
     cause: Cause,
     reason: str,
     time: float,
+    step: int,
 ) -> None:
-    """Note that ``job`` came to ``state``, where its spec wants that told."""
+    """Note that ``job`` came to ``state`` at ``step``, where its spec wants that told."""
     if not config.wanted(state.word):
         return
     body = {
@@ -52,7 +53,9 @@ def add_webhook(
         "state": state.word,
         "cause": cause.value,
         "reason": reason,
-        "step": job["step"],
+        "step": step,
+        # As `octavo status` counts: the first step has number 0.
+        "steps_done": step + 1,
         "attempt": job["attempt"],
         "time": time,
         "job_dir": job["job_dir"],

@@ -454,3 +454,21 @@ def test_a_deepspeed_key_that_the_engine_would_refuse_is_refused_with_the_spec(
     with pytest.raises(SpecError) as refused:
         spec_of(source)
     assert [problem.key for problem in refused.value.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "seconds", "why"),
+    [
+        ("init_timeout_s", 0.001, "must be 5 or more, in seconds: the imports"),
+        ("step_timeout_s", 0.0001, "must be 1 or more, in seconds: a step's report"),
+        ("step_timeout_s", 1e9, "a week of silence is a hang"),
+        ("init_timeout_s", 1e9, "a week of silence is a hang"),
+    ],
+)
+def test_a_patience_that_no_healthy_job_bears_is_refused_with_why(
+    key: str, seconds: float, why: str
+) -> None:
+    with pytest.raises(SpecError, match=f"recovery.{key}.*{why}"):
+        parse_spec(f"name: j\nrecovery: {{{key}: {seconds}}}\n", "job.yaml", check_data=False)
+    told = parse_spec("name: j\nrecovery: {step_timeout_s: 1}\n", "job.yaml", check_data=False)
+    assert told.recovery.step_timeout_s == 1.0

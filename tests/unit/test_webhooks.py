@@ -11,14 +11,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
+from orchestrator.actions import Action
+from orchestrator.cli_show import progress
 from orchestrator.config import NotificationsConfig
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.spec_errors import SpecError
 from orchestrator.webhooks import MOST_TRIES, Webhooks
 from tests.unit.control_plane import ControlPlane
+from tests.unit.test_store import step
 
 SECRET = "/services/T0/hush-hush"
 
@@ -83,6 +87,26 @@ def test_a_paused_job_is_told_once(plane: ControlPlane, receiver: Receiver) -> N
     assert (got["job"], got["state"], got["cause"]) == (job, "paused", "recovery budget spent")
     assert got["version"] == 1 and got["Octavo-Delivery"] == str(got["id"])
     assert plane.told(job, "webhook_sent") == [f"{receiver.url} was told that the job is paused."]
+
+
+def test_it_says_where_a_resume_goes_on_as_the_status_does(
+    plane: ControlPlane, receiver: Receiver, api: TestClient
+) -> None:
+    job = plane.submit(notifications={"webhook": receiver.url})
+    plane.steps(2)
+    back = Action("pause", 1, 0, 60, 0.0, "Paused for a person.", to_step=50)
+    over = (JobState.PAUSED, Cause.BUDGET_SPENT)
+    steps = tuple(step(n) for n in range(61))
+    assert plane.controller.report(job, 1, SupervisorBatch(1, steps=steps)).accepted
+    assert api.get(f"/v1/jobs/{job}").json()["loss"] is not None
+    batch = SupervisorBatch(2, actions=(back,), transition=over)
+    assert plane.controller.report(job, 1, batch).accepted
+    sender(plane).send_due()
+    (got,) = receiver.got
+    assert (got["step"], got["steps_done"]) == (49, 50)
+    shown = api.get(f"/v1/jobs/{job}").json()
+    assert progress(shown).startswith("50/") and shown["loss"] is None
+    assert plane.store.job(job).step == 60, "what a resume compares copies with"
 
 
 def test_it_is_sent_as_soon_as_it_is_stored(plane: ControlPlane, receiver: Receiver) -> None:
@@ -172,9 +196,8 @@ def test_a_variable_that_is_not_set_is_refused_at_submit_and_told_if_it_goes_lat
 
 
 def test_only_the_states_asked_for_are_told(plane: ControlPlane, receiver: Receiver) -> None:
-    paused(plane, JobState.SUCCEEDED, webhook=receiver.url)
+    plane.supervisors.done.add(paused(plane, JobState.SUCCEEDED, webhook=receiver.url))
     assert sender(plane).send_due() == 0
-    plane.groups.held.clear()
     paused(plane, JobState.SUCCEEDED, webhook=receiver.url, states=["succeeded"])
     assert sender(plane).send_due() == 1
 
