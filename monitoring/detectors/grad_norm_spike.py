@@ -43,6 +43,8 @@ ENORMOUS = 5.5
 Single norms of 12 times it were seen once in 300 steps, and clipping heals them."""
 HEAVY = 2.5
 """The same of a step whose loss leaps too."""
+MOST_APART = 700.0
+"""Log of the largest ratio that is told; the exponential of more is no number."""
 LOSSES = 16
 """Losses of ordinary steps that are remembered."""
 LEAST_LOSS_SPREAD = 0.01
@@ -126,7 +128,7 @@ class GradNormSpike(Detector[NormState]):
             # The update that the leap led to did harm: the state from before it is the good one.
             return NormState(following, losses), [self._incident(record, before, state.since)]
         since = state.since if state.run else record.step
-        largest = Leap(norm, unscaled(apart, False), sigmas, record.step)
+        largest = Leap(norm, math.exp(min(apart, MOST_APART)), sigmas, record.step)
         if state.largest is not None and state.largest.ratio > largest.ratio:
             largest = state.largest
         kept = replace(baseline, lower=NO_VALUES)

@@ -129,7 +129,7 @@ class LossSpike(Detector[LossState]):
         baseline = replace(baseline, lower=NO_VALUES)
         leaping = replace(state, baseline=baseline, unusual_since=since, run=state.run + 1)
         if spiking:
-            heavy = math.expm1(residual) >= HEAVY * config.loss_min_rise
+            heavy = residual >= math.log1p(HEAVY * config.loss_min_rise)
             heavy &= record.loss - usual >= HEAVY * config.loss_min_rise_nats
             if heavy or leaping.run >= config.loss_patience:
                 return leaping, [self._spike(record, usual, sigmas, since)]

@@ -99,6 +99,16 @@ class TestStaysSilentWhen:
         assert not incidents_of(records)
 
 
+def test_the_state_of_a_leap_beyond_all_numbers_goes_through_json():
+    detector = GradNormSpike(DetectionConfig())
+    state = detector.initial()
+    for record in healthy_trace(60, layers=()):
+        norm = 1e-300 if record.step < 59 else 1e300
+        state, found = detector.observe(state, dataclasses.replace(record, grad_norm=norm))
+    assert found
+    assert detector.load(json.loads(json.dumps(detector.dump(state), allow_nan=False))) == state
+
+
 def test_the_state_goes_through_json_exactly():
     detector = GradNormSpike(DetectionConfig())
     state = detector.initial()

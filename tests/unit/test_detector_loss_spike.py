@@ -2,7 +2,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from monitoring.config import DetectionConfig
@@ -120,6 +120,7 @@ class TestState:
         assert detector.load(json.loads(text)) == state
 
     @settings(max_examples=60, deadline=None)
+    @example([0.0, 0.0, 0.0, 0.0, 1e308])
     @given(
         st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=60),
     )

@@ -122,6 +122,11 @@ class TestStaysSilentWhen:
         wild = set(rng.choice(500, 25, replace=False).tolist())
         assert not run(scaled(lambda step: 5.0 if step in wild else 1.0))
 
+    @settings(max_examples=10, deadline=None)
+    @given(st.lists(st.sampled_from([0.0, 1e-300, -1e308, 1e308, 2.0, -2.0]), min_size=80))
+    def test_no_losses_whatever_break_it(self, losses: list[float]) -> None:
+        run(dataclasses.replace(r, loss=x) for r, x in zip(TRACE, losses, strict=False))
+
     @pytest.mark.parametrize("loss", [math.nan, math.inf, 0.0])
     def test_a_loss_says_nothing(self, loss: float) -> None:
         assert not run(dataclasses.replace(r, loss=loss) if r.step > 100 else r for r in TRACE)
