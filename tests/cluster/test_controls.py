@@ -152,7 +152,8 @@ def test_one_run_through_every_control_trains_on_what_it_must_to_the_bit(
     assert others == ["restart", "exchange_chosen"], "the lost supervisor's, what was measured"
     told = [e["detail"]["kind"] for e in view.events if e["kind"] == "control_applied"]
     assert told == ["precision", "exchange", "rollback", "pause", "exchange", "exchange"]
-    (refused,) = [e["message"] for e in view.events if e["kind"] == "control_refused"]
+    refused, resumed = [e["message"] for e in view.events if e["kind"] == "control_refused"]
+    assert "no snapshot or checkpoint of step 1;" in resumed, "asked while it was paused"
     assert f"no snapshot or checkpoint of step {first + 1}" in refused
     assert "as bob asked" in Path(view.extra["job_dir"], "report.html").read_text()
     replayed = replay(trace_of_client(client, job))
