@@ -11,25 +11,18 @@ many left out because the disk was behind.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks.bench_overhead import on_layout
+from tests.benchmarks.bench_overhead import compare_layouts, on_layout
 from tests.benchmarks.bench_snapshots import EVERY, step_s
 from tests.benchmarks.sides import cluster, under_octavo
 
 
 def main() -> None:
     """Print a line a round, then the median ratio."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--layouts", nargs="+", default=["2x2", "1x1"], metavar="PxD")
-    arguments = parser.parse_args()
-    for layout in arguments.layouts:
-        _compare(layout, arguments.rounds, arguments.steps)
+    compare_layouts(_compare, rounds=5)
 
 
 def _compare(layout: str, rounds: int, steps: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.spec import JobSpec, load_spec
@@ -24,13 +25,18 @@ from tests.benchmarks.sides import ROOT, cluster, under_octavo, under_torchrun
 
 def main() -> None:
     """Print a line a round, then the median ratio."""
+    compare_layouts(_compare, rounds=3)
+
+
+def compare_layouts(compare: Callable[[str, int, int], None], rounds: int) -> None:
+    """``compare(layout, rounds, steps)`` for each layout that the command line asks for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--layouts", nargs="+", default=["2x2", "1x1"], metavar="PxD")
     arguments = parser.parse_args()
     for layout in arguments.layouts:
-        _compare(layout, arguments.rounds, arguments.steps)
+        compare(layout, arguments.rounds, arguments.steps)
 
 
 def on_layout(layout: str, steps: int) -> JobSpec:
