@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch.checkpoints import open_attempt
 from launch.commands import Assignment, Command, DrillReport, RankReport, Rollback, SnapshotReport
 from launch.config import RunConfig
 from launch.keeper_clients import KeeperHandles
@@ -145,6 +146,7 @@ def test_a_group_trains_rolls_back_on_command_and_leaves_its_logs(
 ) -> None:
     import ray
 
+    open_attempt(tmp_path, 1)  # as its supervisor does
     runs = group.run(tmp_path, config(text, 200), envs={"OCTAVO_TEST_MARK": "here"})
     assert within(60, lambda: any(r.step >= 12 for r in group.told(RankReport)))
     order = Command(1, 1, Rollback(to_step=10, timeline=1))
