@@ -58,7 +58,7 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     return found
 
 
-def job(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+def job(folder: Path, name: str, steps: int = STEPS, **sections: Any) -> dict[str, Any]:
     """One rank of a small model; every job of it sees the same data and has the same weights."""
     text = folder / "text.py"
     if not text.exists():
@@ -69,7 +69,7 @@ def job(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         "slots_per_node": 1,
         "model": {"hidden_size": 64, "num_layers": 2, "num_heads": 2},
         "data": {"source": str(text)},
-        "training": {"steps": STEPS, "seq_len": 32, "train_batch_size": 4},
+        "training": {"steps": steps, "seq_len": 32, "train_batch_size": 4},
         "fp8": {"amax_history_len": 8},
         "snapshots": {"every": 5, "keep": 4, "certify_after": 5},
         "checkpoint": {"every": 0},
@@ -230,14 +230,17 @@ def test_a_job_makes_room_for_a_more_important_one_and_goes_on_to_the_bit(
     cluster: Cluster, client: Client, tmp_path: Path
 ) -> None:
     cluster.add_node(num_cpus=1)
-    low = client.submit(job(tmp_path, "low"), "low.yaml", key="once", by="ann")["id"]
-    assert client.submit(job(tmp_path, "low"), "low.yaml", key="once", by="ann")["id"] == low
+    # Long enough not to have ended by itself before it is asked to make room.
+    steps = 8 * STEPS
+    asked = job(tmp_path, "low", steps)
+    low = client.submit(asked, "low.yaml", key="once", by="ann")["id"]
+    assert client.submit(asked, "low.yaml", key="once", by="ann")["id"] == low
     until(lambda: client.job(low)["step"] >= 5, "sixth step")
-    urgent = job(tmp_path, "high", resources={"standby": False, "priority": 5})
+    urgent = job(tmp_path, "high", steps, resources={"standby": False, "priority": 5})
     high = client.submit(urgent, "high.yaml")["id"]
     until(lambda: client.job(high)["state"] == "running", "running urgent job", 120.0)
     waiting = client.job(low)
-    assert waiting["state"] == "queued" and 5 <= waiting["step"] < STEPS - 1
+    assert waiting["state"] == "queued" and 5 <= waiting["step"] < steps - 1
     for name in (high, low):
         until(lambda name=name: client.job(name)["settled"], f"end of {name}", 120.0)
     shown = client.job(low)
@@ -248,7 +251,7 @@ def test_a_job_makes_room_for_a_more_important_one_and_goes_on_to_the_bit(
     assert any(message.startswith(reason) for message in told)
     assert any("starts 1 ranks at step" in m and "from a checkpoint" in m for m in told)
     # No step was lost or done twice; the urgent job is the same training, undisturbed.
-    assert [step for step, _ in losses(client, low)] == list(range(STEPS))
+    assert [step for step, _ in losses(client, low)] == list(range(steps))
     assert losses(client, low) == losses(client, high)
     (node,) = [n for n in client.nodes() if n["total"].get("CPU")]
     assert node["held_by"] == [] and node["quarantine"] is None
@@ -264,6 +267,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_another_begins_where_it_ended(
     elastic = job(
         tmp_path,
         "elastic",
+        steps=3 * STEPS,
         num_nodes=2,
         resources={"standby": False, "min_nodes": 1},
         checkpoint={"every": 5},
@@ -279,14 +283,14 @@ def test_a_job_goes_on_with_fewer_nodes_and_another_begins_where_it_ended(
     assert kinds.index("nodes_resized") < kinds.index("degrees")
     (degrees,) = [event["message"] for event in told if event["kind"] == "degrees"]
     assert "data 1" in degrees and "on 1 nodes" in degrees
-    assert {step for step, _ in losses(client, name)} == set(range(STEPS))
+    assert {step for step, _ in losses(client, name)} == set(range(3 * STEPS))
 
     # With another length, on other degrees, where the first one ended.
-    longer = elastic["training"] | {"steps": STEPS + 5}
+    longer = elastic["training"] | {"steps": 3 * STEPS + 5}
     second = job(tmp_path, "second", training=longer, checkpoint={"resume_from": str(folder)})
     name = client.submit(second, "second.yaml")["id"]
     until(lambda: client.job(name)["settled"], "end of the second", 120.0)
     told = client.events(name)["events"]
     assert client.job(name)["state"] == "succeeded", [event["message"] for event in told]
     assert "resumed" in [event["kind"] for event in told]
-    assert [step for step, _ in losses(client, name)] == list(range(STEPS, STEPS + 5))
+    assert [step for step, _ in losses(client, name)] == list(range(3 * STEPS, 3 * STEPS + 5))
