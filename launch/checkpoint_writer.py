@@ -7,14 +7,12 @@ written and one waits, for who asks first looks at ``busy``; what became of each
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from launch.background import yield_to_training
+from launch.background import PoliteQueue
 from launch.checkpoints import write_rank_file
 from launch.snapshots import Payload, SnapshotKey
 
@@ -50,61 +48,34 @@ class CheckpointWriter:
 
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = job_dir
-        self._waiting: deque[_Write] = deque()
-        self._writing = False
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
-        self._thread.start()
+        self._queue = PoliteQueue[_Write]("checkpoint writer", self._write)
 
     @property
     def busy(self) -> bool:
         """Whether a state is being written, or waits for it."""
-        return self._writing or bool(self._waiting)
+        return bool(self._queue.pending())
 
     def write(self, key: SnapshotKey, payload: Payload, digest: str, told: Told) -> None:
         """Have a state written; returns at once. ``payload`` stays as it is until ``told``."""
-        with self._changed:
-            self._waiting.append(_Write(key, payload, digest, told))
-            self._changed.notify_all()
+        self._queue.put(_Write(key, payload, digest, told))
 
     def drop_after(self, step: int) -> list[Told]:
         """Give up what waits of later steps; whom nobody will tell."""
-        with self._changed:
-            dropped = [write for write in self._waiting if write.key.step > step]
-            self._waiting = deque(write for write in self._waiting if write.key.step <= step)
-            self._changed.notify_all()
-        return [write.told for write in dropped]
+        return [write.told for write in self._queue.take_back(lambda w: w.key.step > step)]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything was told; False if it wasn't by then."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.busy, timeout_s)
+        return self._queue.wait(timeout_s)
 
     def close(self) -> None:
         """End the thread after the file it is at; the rest is given up."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._queue.close()
 
-    def _run(self) -> None:
-        yield_to_training()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                write = self._waiting.popleft()
-                self._writing = True
-            try:
-                found: Path | Exception = write_rank_file(
-                    self._job_dir, write.key, write.payload, write.digest
-                )
-            except Exception as error:  # noqa: BLE001 - a checkpoint less is told, never fatal
-                found = error
-            try:
-                write.told(found)
-            finally:
-                with self._changed:
-                    self._writing = False
-                    self._changed.notify_all()
+    def _write(self, write: _Write) -> None:
+        try:
+            found: Path | Exception = write_rank_file(
+                self._job_dir, write.key, write.payload, write.digest
+            )
+        except Exception as error:  # noqa: BLE001 - a checkpoint less is told, never fatal
+            found = error
+        write.told(found)

@@ -8,9 +8,7 @@ written is one state; a copy that can't be made is reported and never ends the t
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from launch.background import yield_to_training
+from launch.background import PoliteQueue
 from launch.checkpoint_writer import CheckpointWriter
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.snapshot_ring import Slot, SnapshotRing
@@ -59,13 +57,8 @@ class Shipper:
         self._store_resumes = 0.0
         self._writer = CheckpointWriter(job_dir)
         self._send = send
-        self._queue: deque[_Shipment] = deque()
-        self._changed = threading.Condition()
-        self._current: _Shipment | None = None
-        self._closed = False
         self._disk_errors: dict[int, str] = {}
-        self._thread = threading.Thread(target=self._run, name="shipper", daemon=True)
-        self._thread.start()
+        self._queue = PoliteQueue[_Shipment]("shipper", self._ship)
 
     @property
     def behind(self) -> bool:
@@ -75,9 +68,9 @@ class Shipper:
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is still on its way to disk, or about to be."""
-        with self._changed:
-            shipments = [*self._queue, *([self._current] if self._current else [])]
-            return self._writer.busy or any(shipment.to_disk for shipment in shipments)
+        # In this order: what leaves the queue is with the writer before.
+        queued = any(shipment.to_disk for shipment in self._queue.pending())
+        return queued or self._writer.busy
 
     def ship(self, slot: Slot, *, to_disk: bool, replicated: bool = False) -> None:
         """Send a snapshot just taken on its way; returns at once.
@@ -86,25 +79,21 @@ class Shipper:
         """
         assert slot.key is not None
         self._ring.lease(slot)
-        with self._changed:
-            replicated = replicated and self._partners is not None
-            self._queue.append(_Shipment(slot, slot.key, to_disk, replicated))
-            self._changed.notify_all()
+        replicated = replicated and self._partners is not None
+        self._queue.put(_Shipment(slot, slot.key, to_disk, replicated))
 
     def drop_after(self, step: int) -> None:
         """Give up what is queued of later steps: they were rolled back."""
-        with self._changed:
-            for shipment in [*self._queue, *([self._current] if self._current else [])]:
-                if shipment.key.step > step:
-                    shipment.dropped = True
+        for shipment in self._queue.pending():
+            if shipment.key.step > step:
+                shipment.dropped = True
         for told in self._writer.drop_after(step):
             told(RuntimeError("it was rolled back before it was written"))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything has gone out; False if it hasn't by then."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            gone = self._changed.wait_for(lambda: not self._queue and not self._current, timeout_s)
+        gone = self._queue.wait(timeout_s)
         return self._writer.wait(max(0.0, deadline - time.monotonic())) and gone
 
     def disk_error(self, step: int) -> str | None:
@@ -113,26 +102,14 @@ class Shipper:
 
     def close(self) -> None:
         """End the thread after the shipment it is at; the rest is given up."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._queue.close()
         self._writer.close()
 
-    def _run(self) -> None:
-        yield_to_training()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return
-                self._current = shipment = self._queue.popleft()
-            try:
-                self._carry(shipment)
-            finally:
-                self._ring.release(shipment.slot)
-                with self._changed:
-                    self._current = None
-                    self._changed.notify_all()
+    def _ship(self, shipment: _Shipment) -> None:
+        try:
+            self._carry(shipment)
+        finally:
+            self._ring.release(shipment.slot)
 
     def _carry(self, shipment: _Shipment) -> None:
         tiers: list[tuple[Tier, Callable[[_Shipment], None]]] = [("ring", self._seal)]

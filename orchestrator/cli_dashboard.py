@@ -47,7 +47,7 @@ def dashboard(
         )
     offline = out is not None or output is Output.json
     whose = entity or spec["entity"] or (None if offline else _own_entity())
-    board = workspace(shown["id"], whose or "entity", spec["project"])
+    board = workspace(shown["id"], whose or "", spec["project"])
     if not offline:
         print(_saved(board))
         return

@@ -31,9 +31,11 @@ EARLY: frozenset[IncidentKind] = frozenset({"projected_overflow", "underflow", "
 """FP8 fits a layer badly, or soon will; the state that training is in is still good."""
 LEAPS: frozenset[IncidentKind] = frozenset({"loss_spike", "grad_norm_spike"})
 """What one bad batch shows as."""
-SAME_STEPS = {False: 3, True: 16}
-"""Steps within which leaps, and plateaus, are taken to begin at the same: a new domain's first
-batches may be easy, and a plateau's beginning is known to half an average's length."""
+LEAP_STEPS = 3
+"""Steps within which leaps are taken to begin at the same: a new domain's first batches may be
+easy."""
+PLATEAU_STEPS = 16
+"""The same of plateaus, whose beginning is known to half an average's length."""
 SAME_HEIGHT = 1.5
 """Ratio of losses up to which they are taken to be as high: batches of a new domain differ."""
 CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
@@ -130,7 +132,8 @@ def is_leap(incidents: Sequence[Incident]) -> bool:
 
 
 def is_plateau(incidents: Sequence[Incident]) -> bool:
-    """Whether the loss stays above its best without rising."""
+    """Whether the loss stays above the best of late; a rise, or a drift away from the lowest it
+    ever was, is none."""
     return all(i.kind == "slow_divergence" and "best" in i.evidence for i in incidents)
 
 
@@ -142,10 +145,14 @@ def same_level(incidents: Sequence[Incident], row: Sequence[Action]) -> float | 
     state that goes bad does so sooner or later, as its batches are.
     """
     each = [tuple(incidents), *(action.incidents for action in row)]
-    if not (all(map(is_leap, each)) or all(map(is_plateau, each))):
+    if all(map(is_leap, each)):
+        apart = LEAP_STEPS
+    elif all(map(is_plateau, each)):
+        apart = PLATEAU_STEPS
+    else:
         return None
     onsets = [min(incident.onset_step for incident in found) for found in each]
-    if max(onsets) - min(onsets) > SAME_STEPS[all(map(is_plateau, each))]:
+    if max(onsets) - min(onsets) > apart:
         return None
     losses = [[i.evidence["loss"] for i in found if "loss" in i.evidence] for found in each]
     if not all(losses):

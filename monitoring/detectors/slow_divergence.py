@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -161,10 +161,12 @@ class SlowDivergence(Detector[SlowState]):
         incidents = []
         if above >= config.plateau_steps and since is not None:
             limit = (config.plateau_rise, config.plateau_steps)
-            incidents = [self._plateau(record, state.signed, fast, best, since, *limit)]
+            incidents = [self._stays(record, state.signed, fast, "best", best, since, *limit)]
         elif far >= config.drift_steps and far_since is not None:
             limit = (config.drift_rise, config.drift_steps)
-            incidents = [self._plateau(record, state.signed, fast, lowest, far_since, *limit)]
+            incidents = [
+                self._stays(record, state.signed, fast, "lowest", lowest, far_since, *limit)
+            ]
         if incidents:
             # Told: what comes is measured against this level.
             best, lowest, above, far, since, far_since = fast, fast, 0, 0, None, None
@@ -194,26 +196,29 @@ class SlowDivergence(Detector[SlowState]):
             {"rise": risen, "fast": now, "slow": before},
         )
 
-    def _plateau(
+    def _stays(
         self,
         record: StepRecord,
         signed: bool,
         fast: float,
+        of: Literal["best", "lowest"],
         low: float,
         since: int,
         limit: float,
         steps: int,
     ) -> Incident:
+        """A plateau above the best of late, or a drift away from the lowest ever: which of them is
+        the name of what it is held against in the evidence."""
         onset = max(0, since - self.config.divergence_steps // 2)
-        now, best = unscaled(fast, signed), unscaled(low, signed)
-        rise = relative_rise(now, best)
+        now, before = unscaled(fast, signed), unscaled(low, signed)
+        rise = relative_rise(now, before)
         return self._incident(
             record,
             onset,
-            f"The loss stays {100 * rise:.0f} % above the best it was, {best:.3f}: its average "
+            f"The loss stays {100 * rise:.0f} % above the {of} it was, {before:.3f}: its average "
             f"over {self.config.divergence_steps} steps is {now:.3f} in step {record.step}, for "
             f"{steps} steps now (limit {100 * limit:.0f} %).",
-            {"rise": rise, "fast": now, "best": best},
+            {"rise": rise, "fast": now, of: before},
         )
 
     def _incident(

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from orchestrator.client import Client
+from orchestrator.spec import JobSpec
 from tests.benchmarks.bench_overhead import compare_layouts, on_layout
 from tests.benchmarks.sides import Run, cluster, under_octavo
 
@@ -27,6 +30,25 @@ def main() -> None:
 
 
 def _compare(layout: str, rounds: int, steps: int) -> None:
+    def every(spec: JobSpec, on: bool) -> JobSpec:
+        snapshots = spec.snapshots.model_copy(update={"every": EVERY if on else NEVER})
+        return spec.model_copy(update={"snapshots": snapshots})
+
+    compare_with_and_without("snapshots", every, layout, rounds, steps)
+
+
+def compare_with_and_without(
+    what: str,
+    change: Callable[[JobSpec, bool], JobSpec],
+    layout: str,
+    rounds: int,
+    steps: int,
+    tell: Callable[[Client, Run], str] = lambda client, run: "",
+) -> None:
+    """The demo with and without ``what``, by turns; prints times, ratio, and what ``tell`` says.
+
+    ``change``: the spec with it (True) or without; ``tell``: of the run with it.
+    """
     spec = on_layout(layout, steps)
     assert spec.slots_per_node is not None
     ratios = []
@@ -35,17 +57,15 @@ def _compare(layout: str, rounds: int, steps: int) -> None:
         cluster(Path(folder) / "home", slots=spec.slots_per_node) as client,
     ):
         for turn in range(rounds):
-            runs = {}
             # Whoever is second finds warmer caches: they take turns at that too.
-            for every in (EVERY, NEVER) if turn % 2 else (NEVER, EVERY):
-                snapshots = spec.snapshots.model_copy(update={"every": every})
-                runs[every] = under_octavo(client, spec.model_copy(update={"snapshots": snapshots}))
-            with_them, without = step_s(runs[EVERY]), step_s(runs[NEVER])
-            ratios.append(with_them / without)
-            same = "equal to the bit" if runs[EVERY].losses == runs[NEVER].losses else "DIFFERENT"
+            sides = (True, False) if turn % 2 else (False, True)
+            runs = {on: under_octavo(client, change(spec, on)) for on in sides}
+            with_it, without = step_s(runs[True]), step_s(runs[False])
+            ratios.append(with_it / without)
+            same = "equal to the bit" if runs[True].losses == runs[False].losses else "DIFFERENT"
             print(
-                f"{layout}: {1000 * with_them:.1f} ms a step with snapshots, {1000 * without:.1f} "
-                f"ms without: {ratios[-1]:.3f}; losses {same}",
+                f"{layout}: {1000 * with_it:.1f} ms a step with {what}{tell(client, runs[True])}, "
+                f"{1000 * without:.1f} ms without: {ratios[-1]:.3f}; losses {same}",
                 flush=True,
             )
     print(f"{layout}: step, with / without: median {statistics.median(ratios):.3f} of {rounds}")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.client import Client
@@ -35,6 +35,8 @@ class Run:
     losses: tuple[float, ...]
     gaps: tuple[float, ...] = ()
     """Seconds between the ends of successive steps, in the second half of the run."""
+    job: str = ""
+    """Id of the job; empty under torchrun."""
 
 
 @contextlib.contextmanager
@@ -65,7 +67,7 @@ def under_octavo(client: Client, spec: JobSpec) -> Run:
     state = client.job(job)["state"]
     if state != "succeeded":
         raise RuntimeError(f"{job} ended as {state}")
-    return _run(began, times, losses)
+    return replace(_run(began, times, losses), job=job)
 
 
 def under_torchrun(spec: JobSpec, folder: Path) -> Run:

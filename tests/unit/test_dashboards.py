@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,14 +34,10 @@ def logged() -> set[str]:
     record = healthy_trace(5)[-1]
     comm = {"bytes": 1e6, "uncompressed_bytes": 2e6, "relative_error": 0.02}
     comm |= {"quantize_s": 0.1, "wire_s": 0.1, "dequantize_s": 0.1}
-    names = metrics.step_metrics(type(record)(**{**fields(record), "comm": comm}), 8, "HYBRID")
+    names = metrics.step_metrics(replace(record, comm=comm), 8, "HYBRID")
     totals = Tally(recover_times_s=[1.0])
     totals.add_step(record)
     return {*names, *metrics.tally_metrics(totals)}
-
-
-def fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in type(record).__dataclass_fields__}
 
 
 def test_every_line_is_of_a_metric_that_runs_log_over_the_step() -> None:

@@ -66,7 +66,9 @@ class TestFiresWhen:
         ]
         incidents = run(records)
         assert incidents and incidents[0].step < 1300
-        assert incidents[0].evidence["best"] == pytest.approx(2.0, rel=0.05)
+        assert incidents[0].evidence["lowest"] == pytest.approx(2.0, rel=0.05)
+        assert "% above the lowest it was" in incidents[0].message
+        assert "best" not in incidents[0].evidence, "no plateau, which other data could explain"
         assert incidents[0].evidence["fast"] > 3.2
 
     def test_the_learning_rate_rises_too_but_the_loss_by_twice_as_much(self) -> None:

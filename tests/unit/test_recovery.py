@@ -371,12 +371,13 @@ class TestAccept:
         assert action.kind == "whole_bf16"
         assert act(replace(hist, step=101), leap(101, 4.6)).kind == "accept"
 
-    def test_a_plateau_that_is_the_same_in_bf16_is_other_data_but_a_rise_is_not(self) -> None:
+    def test_a_plateau_that_bf16_has_too_is_other_data_a_rise_or_drift_is_not(self) -> None:
         def slow(**evidence: float) -> Incident:
             seen = incident("slow_divergence", 161, 110)
             return replace(seen, evidence={"loss": 3.8, "fast": 3.8, **evidence})
 
-        for last, kind in ((slow(best=2.7), "accept"), (slow(slow=2.7), "lower_lr")):
+        rise, drift = slow(slow=2.7), slow(lowest=2.7)
+        for last, kind in ((slow(best=2.7), "accept"), (rise, "lower_lr"), (drift, "lower_lr")):
             hist = history(161, guessing_loss=5.5)
             for answer in ("rollback", "whole_bf16"):
                 action = act(hist, slow(best=2.7))
