@@ -14,11 +14,12 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from monitoring.records import TensorStats
+from monitoring.tensor_stats import TensorColumns, TensorStats
 
 COLUMNS = (
     *("amax", "scale", "saturated", "underflowed", "nonfinite", "count"),
@@ -102,7 +103,7 @@ def decode(stats: bytes, names: Sequence[str]) -> npt.NDArray[np.float32]:
 
 def merge(
     ranks: Iterable[tuple[Sequence[str], bytes]], *, same_scale: bool = False
-) -> dict[str, TensorStats]:
+) -> TensorColumns:
     """One step's statistics of several ranks, by tensor name, in order of first appearance.
 
     ``ranks``: (names, bytes) of each rank's report. Ranks of one stage name the same
@@ -113,45 +114,57 @@ def merge(
     belongs to the largest amax. Percentages are of all values counted; 0 of none is 0. A tensor is
     calibrated where it is on every rank.
     """
-    index: dict[str, int] = {}
-    rows: list[tuple[list[int], npt.NDArray[np.float32]]] = []
-    for names, stats in ranks:
-        table = decode(stats, names)
-        rows.append(([index.setdefault(name, len(index)) for name in names], table))
-    if not index:
-        return {}
-    total = np.zeros((len(index), len(COLUMNS)), dtype=np.float64)
-    low = np.full(len(index), np.inf)
-    high = np.full(len(index), -np.inf)
-    for where, table in rows:
+    reported = [(tuple(names), decode(stats, names)) for names, stats in ranks]
+    order, places = _order(tuple(names for names, _ in reported))
+    total = np.zeros((len(order), len(COLUMNS)), dtype=np.float64)
+    low = np.full(len(order), np.inf)
+    high = np.full(len(order), -np.inf)
+    for where, (_, table) in zip(places, reported, strict=True):
         total[where, _AMAX] = np.maximum(total[where, _AMAX], table[:, _AMAX])
         total[where, _SATURATED:] += table[:, _SATURATED:]
         low[where] = np.minimum(low[where], table[:, _SCALE])
         high[where] = np.maximum(high[where], table[:, _SCALE])
     if same_scale and not np.array_equal(low, high, equal_nan=True):
         worst = int(np.flatnonzero(low != high)[0])
-        raise ScaleMismatchError(list(index)[worst], float(low[worst]), float(high[worst]))
+        raise ScaleMismatchError(order[worst], float(low[worst]), float(high[worst]))
     share = 100.0 / np.maximum(total[:, _COUNT], 1.0)
-    columns = (
-        total[:, _AMAX],
-        low,
-        total[:, _SATURATED] * share,
-        total[:, _UNDERFLOWED] * share,
-        np.nan_to_num(total[:, _NONFINITE]).astype(np.int64),
+    return TensorColumns(
+        order,
+        amax=total[:, _AMAX].copy(),
+        scale=low,
+        saturated_pct=total[:, _SATURATED] * share,
+        underflow_pct=total[:, _UNDERFLOWED] * share,
+        nonfinite=np.nan_to_num(total[:, _NONFINITE]).astype(np.int64),
+        sqnr_db=_sqnr_db(total),
+        calibrated=total[:, _UNCALIBRATED] == 0,
     )
-    calibrated = (total[:, _UNCALIBRATED] == 0).tolist()
-    values = zip(*(column.tolist() for column in columns), _sqnr_db(total), calibrated, strict=True)
-    return {name: TensorStats(*row) for name, row in zip(index, values, strict=True)}
 
 
-def _sqnr_db(total: npt.NDArray[np.float64]) -> list[float | None]:
-    """Decibels by tensor; None where there is no signal, or none was measured."""
+@lru_cache(maxsize=8)
+def _order(
+    ranks: tuple[tuple[str, ...], ...],
+) -> tuple[tuple[str, ...], tuple[npt.NDArray[np.int64], ...]]:
+    """All names once, in order of first appearance, and where each rank's stand among them.
+
+    Ranks name the same tensors in every step; who compares names of two steps then compares
+    one tuple with itself.
+    """
+    index: dict[str, int] = {}
+    for names in ranks:
+        for name in names:
+            index.setdefault(name, len(index))
+    places = (np.array([index[name] for name in names], dtype=np.int64) for names in ranks)
+    return tuple(index), tuple(places)
+
+
+def _sqnr_db(total: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Decibels by tensor; NaN where there is no signal, or none was measured."""
     signal, noise = total[:, _SIGNAL], total[:, _NOISE]
     with np.errstate(divide="ignore", invalid="ignore"):
         decibels = 10.0 * (np.log10(signal) - np.log10(noise))
     # More energy than FP32 holds: nothing can be said.
     measured = (signal > 0) & np.isfinite(signal) & np.isfinite(noise)
-    return [float(db) if ok else None for db, ok in zip(decibels, measured, strict=True)]
+    return np.where(measured, decibels, np.nan)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -176,6 +189,29 @@ def headroom_octaves(name: str, stats: TensorStats, fp8_format: str = "HYBRID") 
     return math.log2(limit / largest)
 
 
+def headrooms(tensors: TensorColumns, fp8_format: str = "HYBRID") -> npt.NDArray[np.float64]:
+    """``headroom_octaves`` of every tensor, in their order."""
+    with np.errstate(all="ignore"):
+        largest = tensors.amax * tensors.scale
+        octaves = np.log2(format_maxima(tensors.names, fp8_format) / largest)
+    rooms = np.where(largest <= 0.0, np.inf, -np.inf)
+    return np.where((largest > 0.0) & np.isfinite(largest), octaves, rooms)
+
+
+@lru_cache(maxsize=8)
+def format_maxima(names: tuple[str, ...], fp8_format: str) -> npt.NDArray[np.float64]:
+    """Each tensor's largest finite FP8 value."""
+    limits = FORMAT_MAX.get(fp8_format, FORMAT_MAX["HYBRID"])
+    return np.array([limits.get(split_name(name)[1], 448.0) for name in names])
+
+
+@lru_cache(maxsize=8)
+def are_of_layers(names: tuple[str, ...], layers: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    """Which tensors are of one of ``layers``."""
+    wanted = frozenset(layers)
+    return np.array([split_name(name)[0] in wanted for name in names], dtype=np.bool_)
+
+
 def worst_by_headroom(
     tensors: Mapping[str, TensorStats],
     count: int,
@@ -187,10 +223,15 @@ def worst_by_headroom(
     (name, headroom in octaves). Layers in ``without_layers`` (those in BF16) and tensors
     that are not calibrated yet are left out: their headroom means nothing.
     """
-    left_out = frozenset(without_layers)
+    columns = TensorColumns.of(tensors)
+    counted = columns.calibrated & ~are_of_layers(columns.names, tuple(without_layers))
+    where = np.flatnonzero(counted)
+    rooms = headrooms(columns, fp8_format)[where]
+    if len(where) > count > 0:
+        # Names decide among equals, so all that are as bad as the last one stay.
+        kept = rooms <= np.partition(rooms, count - 1)[count - 1]
+        where, rooms = where[kept], rooms[kept]
     rated = (
-        (headroom_octaves(name, stats, fp8_format), name)
-        for name, stats in tensors.items()
-        if stats.calibrated and split_name(name)[0] not in left_out
+        (room, columns.names[i]) for i, room in zip(where.tolist(), rooms.tolist(), strict=True)
     )
     return [(name, room) for room, name in heapq.nsmallest(count, rated)]

@@ -6,10 +6,15 @@ with each process. Names are stable; a dashboard may rely on them.
 
 from __future__ import annotations
 
-from monitoring.amax import headroom_octaves, worst_by_headroom
+import math
+
+import numpy as np
+
+from monitoring.amax import worst_by_headroom
 from monitoring.exchange import exchange_numbers
 from monitoring.records import StepRecord
 from monitoring.summary import Tally
+from monitoring.tensor_stats import TensorColumns
 
 STEP = "train/step"
 LOSS = "train/loss"
@@ -69,26 +74,27 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
 
 
 def _tensor_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, float]:
-    rated = worst_by_headroom(record.tensors, worst, fp8_format, record.high_precision_layers)
+    columns = TensorColumns.of(record.tensors)
+    rated = worst_by_headroom(columns, worst, fp8_format, record.high_precision_layers)
     if not rated:
         return {}
     values = {
         WORST_HEADROOM: rated[0][1],
-        WORST_SATURATED: max(record.tensors[name].saturated_pct for name, _ in rated),
-        WORST_UNDERFLOW: max(s.underflow_pct for s in record.tensors.values()),
+        WORST_SATURATED: max(columns[name].saturated_pct for name, _ in rated),
+        WORST_UNDERFLOW: float(np.fmax.reduce(columns.underflow_pct)),
     }
-    for name, _ in rated:
-        stats = record.tensors[name]
+    for name, room in rated:
+        stats = columns[name]
         values[tensor_metric(name, "amax")] = stats.amax
         values[tensor_metric(name, "scale_inv")] = 1.0 / stats.scale if stats.scale else 0.0
         values[tensor_metric(name, "overflows_pct")] = stats.saturated_pct
         values[tensor_metric(name, "underflows_pct")] = stats.underflow_pct
-        values[tensor_metric(name, "headroom_octaves")] = headroom_octaves(name, stats, fp8_format)
+        values[tensor_metric(name, "headroom_octaves")] = room
         if stats.sqnr_db is not None:
             values[tensor_metric(name, "sqnr_db")] = stats.sqnr_db
-    measured = [s.sqnr_db for s in record.tensors.values() if s.sqnr_db is not None]
-    if measured:
-        values[WORST_SQNR] = min(measured)
+    least = float(np.fmin.reduce(columns.sqnr_db))
+    if not math.isnan(least):
+        values[WORST_SQNR] = least
     return values
 
 

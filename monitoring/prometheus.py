@@ -11,12 +11,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from monitoring.amax import headroom_octaves
+from monitoring.amax import are_of_layers, headrooms
 from monitoring.records import StepRecord
+from monitoring.tensor_stats import TensorColumns
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -132,13 +134,12 @@ def _values(job: JobNumbers) -> Iterator[tuple[str, float]]:
         yield "tokens_per_second", record.tokens / record.step_time_s
     yield "step_timestamp_seconds", record.time
     yield "high_precision_layers", len(record.high_precision_layers)
-    lowered = set(record.high_precision_layers)
-    tensors = {n: s for n, s in record.tensors.items() if n.rpartition("/")[0] not in lowered}
-    if not tensors:
+    columns = TensorColumns.of(record.tensors)
+    in_fp8 = ~are_of_layers(columns.names, record.high_precision_layers)
+    if not in_fp8.any():
         return
-    rooms = (headroom_octaves(name, stats, job.fp8_format) for name, stats in tensors.items())
     # An amax of zero has all the room there is, which is no number to draw.
-    if (least := min(rooms)) < math.inf:
+    if (least := float(headrooms(columns, job.fp8_format)[in_fp8].min())) < math.inf:
         yield "headroom_octaves", least
-    yield "saturated_ratio", max(stats.saturated_pct for stats in tensors.values()) / 100
-    yield "underflow_ratio", max(stats.underflow_pct for stats in tensors.values()) / 100
+    yield "saturated_ratio", float(np.fmax.reduce(columns.saturated_pct[in_fp8])) / 100
+    yield "underflow_ratio", float(np.fmax.reduce(columns.underflow_pct[in_fp8])) / 100

@@ -11,13 +11,11 @@ and a step number that was rolled back appears again on a later timeline.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Role = Literal["input", "weight", "grad_output"]
-"""The operand of a linear layer's products that a statistic is about."""
+from monitoring.tensor_stats import NO_TENSORS, TensorColumns, TensorStats, encode_float
 
 IncidentKind = Literal[
     "nonfinite",
@@ -40,48 +38,6 @@ IncidentKind = Literal[
 
 EXCHANGE_BITS: Mapping[int, str] = {8: "fp8", 16: "bf16", 32: "fp32"}
 """Bits an element on the network → the word of a spec's ``communication_data_type``."""
-
-
-def encode_float(value: float) -> float | str:
-    """A float as strict JSON holds it: non-finite ones as ``"nan"``, ``"inf"``, ``"-inf"``."""
-    return value if math.isfinite(value) else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorStats:
-    """FP8 statistics of one operand of one layer in one step, over all batches and replicas."""
-
-    amax: float
-    """Largest magnitude before quantization."""
-    scale: float
-    """Multiplier applied before the cast: fp8 value = x * scale."""
-    saturated_pct: float
-    """Percent of values clamped to the format's maximum."""
-    underflow_pct: float
-    """Percent of non-zero values that became zero."""
-    nonfinite: int
-    """Values that were NaN or infinite."""
-    sqnr_db: float | None = None
-    """Signal to quantization-noise ratio in decibels, inf where rounding took nothing; None
-    where the spec doesn't ask for it, or nothing was quantized."""
-    calibrated: bool = True
-    """Whether the scale was made from data: a delayed scale before its first update is 1, as
-    others may be that fit."""
-
-    def to_json(self) -> list[float | str]:
-        row = [self.amax, self.scale, self.saturated_pct, self.underflow_pct, self.nonfinite]
-        if self.sqnr_db is not None or not self.calibrated:
-            row.append(math.nan if self.sqnr_db is None else self.sqnr_db)
-        if not self.calibrated:
-            row.append(0)
-        return [encode_float(float(v)) for v in row]
-
-    @classmethod
-    def from_json(cls, row: list[float | str]) -> TensorStats:
-        amax, scale, saturated, underflow, nonfinite, *rest = (float(v) for v in row)
-        sqnr_db = rest[0] if rest and not math.isnan(rest[0]) else None
-        calibrated = len(rest) < 2
-        return cls(amax, scale, saturated, underflow, int(nonfinite), sqnr_db, calibrated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +94,7 @@ class StepRecord:
     """``bytes``, ``uncompressed_bytes`` of the gradient exchange and its seconds, the mean rank's;
     ``relative_error``, the worst rank's: what one pipeline stage loses is not made up for by
     others; ``wire_bits`` an element of the matrices' gradients, ``EXCHANGE_BITS`` of its dtype."""
-    tensors: Mapping[str, TensorStats] = field(default_factory=dict)
+    tensors: Mapping[str, TensorStats] = field(default_factory=lambda: NO_TENSORS)
     """Statistics by ``"{layer}/{role}"``, as ``layers.3.mlp.down/input``."""
     high_precision_layers: tuple[str, ...] = ()
     """Linears that computed in BF16 in this step."""
@@ -152,7 +108,7 @@ class StepRecord:
         for name in ("loss", "grad_norm", "lr"):
             row[name] = encode_float(row[name])
         row["comm"] = {k: encode_float(v) for k, v in self.comm.items()}
-        row["tensors"] = {k: v.to_json() for k, v in self.tensors.items()}
+        row["tensors"] = TensorColumns.of(self.tensors).to_json()
         for name in ("nonfinite_ranks", "nonfinite_parameters", "high_precision_layers", "drills"):
             row[name] = list(row[name])
         row["replicas"] = None if self.replicas is None else self.replicas.to_json()
@@ -164,7 +120,7 @@ class StepRecord:
         for name in ("loss", "grad_norm", "lr"):
             values[name] = float(values[name])
         values["comm"] = {k: float(v) for k, v in values["comm"].items()}
-        values["tensors"] = {k: TensorStats.from_json(v) for k, v in values["tensors"].items()}
+        values["tensors"] = TensorColumns.from_json(values["tensors"])
         for name in ("nonfinite_ranks", "nonfinite_parameters", "high_precision_layers", "drills"):
             values[name] = tuple(values[name])
         # Rows stored before there was such a comparison don't have it.

@@ -13,7 +13,8 @@ from typing import Any
 from monitoring.detectors.baseline import median
 from monitoring.exchange import mean_numbers
 from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
-from monitoring.records import EXCHANGE_BITS, StepRecord, encode_float
+from monitoring.records import EXCHANGE_BITS, StepRecord
+from monitoring.tensor_stats import encode_float
 
 
 @dataclass(slots=True)

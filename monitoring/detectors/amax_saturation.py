@@ -90,10 +90,10 @@ class AmaxSaturation(Detector[SaturationState]):
     ) -> tuple[SaturationState, list[Incident]]:
         if not record.tensors:
             return state, []
-        names = tuple(record.tensors)
-        if names != state.names:
-            state = _renamed(state, names)
         table = table_of(record)
+        names = table.names
+        if names is not state.names and names != state.names:
+            state = _renamed(state, names)
         amax, pct, calibrated = table.amax, table.saturated_pct, table.calibrated
 
         with np.errstate(divide="ignore", invalid="ignore"):

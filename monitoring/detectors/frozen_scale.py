@@ -17,12 +17,11 @@ and no less); layers in BF16 and after their return.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from monitoring.amax import FORMAT_MAX, split_name
+from monitoring.amax import format_maxima
 from monitoring.detectors.base import Detector, register
 from monitoring.detectors.tensors import Bools, Floats, TensorRows, or_zero, suspects, table_of
 from monitoring.records import Incident, StepRecord
@@ -82,7 +81,7 @@ class FrozenScale(Detector[ScaleState]):
         scale = scale.astype(np.float32).astype(np.float64)
         running = ~table.in_bf16 & table.calibrated
 
-        full = _allowed(table.names, self.scaling.fp8_format) - self.scaling.margin
+        full = np.log2(format_maxima(table.names, self.scaling.fp8_format)) - self.scaling.margin
         next_step = state.step is not None and record.step == state.step + 1
         least = LEAST_OCTAVES if next_step else LEAST_OCTAVES_SAMPLED
         still = running & (scale == last)
@@ -154,10 +153,3 @@ class FrozenScale(Detector[ScaleState]):
             },
             suspects=found,
         )
-
-
-@lru_cache(maxsize=8)
-def _allowed(names: tuple[str, ...], fp8_format: str) -> Floats:
-    """log2 of each tensor's largest FP8 value."""
-    limits = FORMAT_MAX.get(fp8_format, FORMAT_MAX["HYBRID"])
-    return np.log2([limits.get(split_name(name)[1], 448.0) for name in names])

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from monitoring.detectors.base import Detector, register
 from monitoring.detectors.tensors import (
@@ -47,69 +50,87 @@ GRAINS = 256
 MISSING = -32768
 """Stands for a value that there isn't."""
 
-LEVEL, COUNT, RING = 0, 1, 2
-"""Rows of the state: average octaves; records seen, up to ``window``; then the newest octaves,
-oldest first."""
-FIELDS = RING + TREND_RECORDS
+FIELDS = ("level", "count")
+"""Average octaves; records seen, up to ``window``."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthState:
+    """Of each tensor what is usual, and the newest records' values."""
+
+    usual: TensorRows
+    steps: tuple[int, ...] = ()
+    """Of the newest records, oldest first; ``TREND_RECORDS`` at most."""
+    values: tuple[npt.NDArray[np.float32], ...] = ()
+    """log2(amax) in each of them [tensors], in the order of ``usual.names``, in whole grains. A
+    state shares all but the newest with the one before it."""
+
+    def named(self, names: tuple[str, ...]) -> GrowthState:
+        """For another set of tensors, as ``TensorRows.named``."""
+        if names is self.usual.names or names == self.usual.names:
+            return self
+        usual = self.usual.named(names)
+        rows = np.empty((0, len(self.usual.names)), dtype=np.float32)
+        past = TensorRows(self.usual.names, np.vstack((rows, *self.values))).named(names)
+        return GrowthState(usual, self.steps, tuple(past.values))
 
 
 @register
-class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
+class ProjectedOverflow(Detector[GrowthState]):
     """Fires when a tensor's growth will take it out of FP8's range soon."""
 
     name = "projected_overflow"
 
-    def initial(self) -> tuple[TensorRows, tuple[int, ...]]:
-        return TensorRows.nothing(FIELDS), ()
+    def initial(self) -> GrowthState:
+        return GrowthState(TensorRows.nothing(len(FIELDS)))
 
-    def dump(self, state: tuple[TensorRows, tuple[int, ...]]) -> Any:
-        rows, steps = state
-        usual = TensorRows(rows.names, rows.values[:RING])
-        # Most of all that detectors keep is in the ring: two bytes a value do.
-        grains = np.nan_to_num(rows.values[RING:] * GRAINS, nan=MISSING).astype("<i2")
-        ring = base64.b64encode(zlib.compress(grains.tobytes(), 1)).decode()
-        return {"rows": usual.dump(), "ring": ring, "steps": list(steps)}
+    def dump(self, state: GrowthState) -> Any:
+        # Most of all that detectors keep is in the values: two bytes each do.
+        kept = np.array(state.values, dtype=np.float32)
+        grains = np.nan_to_num(kept * GRAINS, nan=MISSING).astype("<i2")
+        packed = base64.b64encode(zlib.compress(grains.tobytes(), 1)).decode()
+        return {"rows": state.usual.dump(), "ring": packed, "steps": list(state.steps)}
 
-    def load(self, row: Any) -> tuple[TensorRows, tuple[int, ...]]:
-        usual = TensorRows.load(row["rows"], RING)
+    def load(self, row: Any) -> GrowthState:
+        usual = TensorRows.load(row["rows"], len(FIELDS))
         stored = np.frombuffer(zlib.decompress(base64.b64decode(row["ring"])), dtype="<i2")
-        grains = stored.reshape(TREND_RECORDS, len(usual.names)).astype(np.float32)
-        ring = np.where(grains == MISSING, np.float32(np.nan), grains / GRAINS)
-        rows = TensorRows(usual.names, np.vstack((usual.values, ring.astype(np.float32))))
-        return rows, tuple(int(step) for step in row["steps"])
+        steps = tuple(int(step) for step in row["steps"])
+        grains = stored.reshape(-1, len(usual.names))[-len(steps) :] if steps else stored[:0]
+        if len(grains) != len(steps):
+            raise ValueError(f"values of {len(grains)} records are stored for {len(steps)} steps")
+        kept = np.where(grains == MISSING, np.nan, grains / GRAINS).astype(np.float32)
+        return GrowthState(usual, steps, tuple(kept))
 
-    def observe(
-        self, state: tuple[TensorRows, tuple[int, ...]], record: StepRecord
-    ) -> tuple[tuple[TensorRows, tuple[int, ...]], list[Incident]]:
+    def observe(self, state: GrowthState, record: StepRecord) -> tuple[GrowthState, list[Incident]]:
         if not record.tensors or record.skipped or not self.scaling.is_per_tensor:
             return state, []
         config, table = self.config, table_of(record)
-        rows, steps = state
-        old = rows.named(table.names).values
-        steps = (*steps, record.step)[-TREND_RECORDS:]
-        values = np.empty((FIELDS, len(table.names)), dtype=np.float32)
-        values[RING:-1] = old[RING + 1 :]
-        values[-1] = np.round(np.clip(table.octaves, -127.0, 127.0) * GRAINS) / GRAINS
-        ring = values[RING:]
+        state = state.named(table.names)
+        level, count = state.usual.fields()
+        count = or_zero(count)
+        newest = np.round(np.clip(table.octaves, -127.0, 127.0) * GRAINS) / GRAINS
+        steps = (*state.steps, record.step)[-TREND_RECORDS:]
+        values = (*state.values, newest.astype(np.float32))[-TREND_RECORDS:]
         running = ~table.in_bf16
 
-        slope, explained = _line(steps, ring)
+        slope, explained = _line(steps, values, ~table.backward)
         rise = slope * (steps[-1] - steps[0])
-        level, count = old[LEVEL].astype(np.float64), or_zero(old[COUNT].astype(np.float64))
         growing = (explained >= LEAST_EXPLAINED) & (rise >= GROWING_OCTAVES)
         share = np.maximum(1.0 / (count + 1.0), 2.0 / (config.window + 1.0))
         usual = ~np.isnan(table.octaves) & ~(growing & (count >= config.window))
         fresh = np.where(np.isnan(level), table.octaves, level + share * (table.octaves - level))
-        values[LEVEL] = np.where(usual, fresh, level)
-        values[COUNT] = np.where(usual, np.minimum(count + 1, config.window), count)
+        rows = (
+            np.where(usual, fresh, level),
+            np.where(usual, np.minimum(count + 1, config.window), count),
+        )
 
         risen = np.fmax(table.octaves - level, 0.0)
-        hits = growing & running & (count >= config.window) & ~table.backward
+        hits = growing & running & (count >= config.window)
         hits &= (rise >= config.overflow_rise) & (risen >= config.overflow_rise)
         left = np.full(len(hits), np.inf)
         np.divide(np.fmax(config.overflow_octaves - risen, 0.0), slope, out=left, where=hits)
         hits &= left <= config.overflow_horizon
-        new = (TensorRows(table.names, values), steps)
+        new = GrowthState(TensorRows.of(table.names, rows), steps, values)
         if not hits.any():
             return new, []
         return new, [self._incident(record, steps, hits, growing, slope, rise, risen, left)]
@@ -161,20 +182,20 @@ class ProjectedOverflow(Detector[tuple[TensorRows, tuple[int, ...]]]):
         )
 
 
-def _line(steps: tuple[int, ...], ring: Floats) -> tuple[Floats, Floats]:
-    """Slope in octaves a step, and share of the variance explained, of each column of ``ring``.
+def _line(steps: Sequence[int], values: Sequence[Floats], forward: Bools) -> tuple[Floats, Floats]:
+    """Slope in octaves a step, and share of the variance explained, of each tensor's ``values``.
 
-    Both 0 while there are fewer records than ``TREND_RECORDS``, where a value is missing, and
-    where the ends are too near each other for growth.
+    Both 0 while there are fewer records than ``TREND_RECORDS``, of gradients, where a value is
+    missing, and where the ends are too near each other for growth.
     """
-    slope, explained = np.zeros(ring.shape[1]), np.zeros(ring.shape[1])
+    slope, explained = np.zeros(len(values[-1])), np.zeros(len(values[-1]))
     if len(steps) < TREND_RECORDS:
         return slope, explained
-    # Few columns pass, and the line of the others needn't be drawn.
-    where = np.flatnonzero(ring[-1] - ring[0] >= LEAST_BETWEEN_ENDS)
+    # Few tensors pass, and the line of the others needn't be drawn.
+    where = np.flatnonzero((values[-1] - values[0] >= LEAST_BETWEEN_ENDS) & forward)
     x = np.asarray(steps, dtype=np.float64)
     x -= x.mean()
-    y = ring[:, where].astype(np.float64)
+    y = np.array([row.take(where) for row in values], dtype=np.float64)
     y -= y.mean(axis=0)
     square = float(x @ x)
     slopes = (x @ y) / square

@@ -2,7 +2,7 @@
 
 Promises: pure; a record's table is made once however many detectors look at it; state is one
 float32 matrix [fields, tensors] that is never written in place and goes through JSON exactly;
-no Python loop over tensors but the one that reads them out of the record.
+no Python loop over tensors of a record that came from ranks, whose columns it takes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from monitoring.amax import split_name
+from monitoring.amax import are_of_layers, split_name
 from monitoring.records import StepRecord, Suspect
+from monitoring.tensor_stats import TensorColumns
 
 MOST_SUSPECTS = 8
 """Suspects named in an incident at most."""
@@ -27,10 +27,6 @@ MOST_SUSPECTS = 8
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-_COLUMNS = tuple(
-    attrgetter(name) for name in ("amax", "scale", "saturated_pct", "underflow_pct", "calibrated")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +57,24 @@ def table_of(record: StepRecord) -> TensorTable:
     cached = _newest
     if cached is not None and cached[0] is record:
         return cached[1]
-    stats = list(record.tensors.values())
-    size = len(stats)
-    amax, scale, saturated, underflow, calibrated = (
-        np.fromiter(map(column, stats), dtype=np.float64, count=size) for column in _COLUMNS
-    )
+    columns = TensorColumns.of(record.tensors)
+    amax, names = columns.amax, columns.names
     known = np.isfinite(amax) & (amax > 0.0)
-    octaves = np.full(size, np.nan)
+    octaves = np.full(len(amax), np.nan)
     np.log2(amax, out=octaves, where=known)
-    names = tuple(record.tensors)
     if cached is not None and cached[1].names == names:
         # The same names are the same tuple, which is told without looking into it.
         names = cached[1].names
     table = TensorTable(
         names=names,
         amax=amax,
-        scale=scale,
-        saturated_pct=saturated,
-        underflow_pct=underflow,
-        calibrated=calibrated > 0.0,
+        scale=columns.scale,
+        saturated_pct=columns.saturated_pct,
+        underflow_pct=columns.underflow_pct,
+        calibrated=columns.calibrated,
         octaves=octaves,
         backward=are_backward(names),
-        in_bf16=in_bf16(names, record.high_precision_layers),
+        in_bf16=are_of_layers(names, record.high_precision_layers),
     )
     _newest = (record, table)
     return table
@@ -98,13 +90,6 @@ def layers_of(names: tuple[str, ...]) -> tuple[str, ...]:
 def are_backward(names: tuple[str, ...]) -> Bools:
     """Which tensors are gradients: they follow what the forward operands and the loss do."""
     return np.array([name.endswith("/grad_output") for name in names], dtype=np.bool_)
-
-
-@lru_cache(maxsize=8)
-def in_bf16(names: tuple[str, ...], high_precision: tuple[str, ...]) -> Bools:
-    """Which tensors are of a layer that computes in BF16."""
-    layers = frozenset(high_precision)
-    return np.array([layer in layers for layer in layers_of(names)], dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from monitoring.records import StepRecord, TensorStats
+from monitoring.records import StepRecord
+from monitoring.tensor_stats import TensorStats
 from tests.unit.healthy_runs import HEALTHY_KINDS, healthy_run
 from tests.unit.monitoring_traces import MAXIMUM, healthy_trace, surged
 

@@ -15,7 +15,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from monitoring.amax import FORMAT_MAX, TensorScaling
-from monitoring.records import StepRecord, TensorStats
+from monitoring.records import StepRecord
+from monitoring.tensor_stats import TensorColumns
 
 HealthyKind = Literal["warm_up", "restarts", "domain_shift", "batch_size", "heavy_tails"]
 HEALTHY_KINDS: tuple[HealthyKind, ...] = get_args(HealthyKind)
@@ -35,6 +36,7 @@ def healthy_run(
     warm_up = 300 if kind == "warm_up" else 20
     cycle = 500 if kind == "restarts" else steps
     names = [(layer, role) for layer in layers for role in LEVELS]
+    labels = tuple(f"{layer}/{role}" for layer, role in names)
     roles = np.array([role for _, role in names])
     level = np.array([LEVELS[role] for _, role in names])
     noise = np.array([NOISE[role] for _, role in names])
@@ -80,16 +82,15 @@ def healthy_run(
             lr=lr,
             tokens=2048,
             step_time_s=0.2,
-            tensors={
-                f"{layer}/{role}": TensorStats(a, s, min(0.05 * o, 0.5), u, 0, calibrated=step > 0)
-                for (layer, role), a, s, o, u in zip(
-                    names,
-                    amax.tolist(),
-                    scale.tolist(),
-                    over.tolist(),
-                    rng.uniform(0.0, 0.5, len(names)).tolist(),
-                    strict=True,
-                )
-            },
+            tensors=TensorColumns(
+                labels,
+                amax=amax,
+                scale=scale,
+                saturated_pct=np.minimum(0.05 * over, 0.5),
+                underflow_pct=rng.uniform(0.0, 0.5, len(names)),
+                nonfinite=np.zeros(len(names), dtype=np.int64),
+                sqnr_db=np.full(len(names), np.nan),
+                calibrated=np.full(len(names), step > 0),
+            ),
         )
         past.append(amax)

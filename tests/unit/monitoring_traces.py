@@ -11,7 +11,8 @@ import numpy as np
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DetectorBank
 from monitoring.job_view import JobView
-from monitoring.records import Incident, StepRecord, TensorStats
+from monitoring.records import Incident, StepRecord
+from monitoring.tensor_stats import TensorStats
 
 LAYERS = tuple(
     f"layers.{i}.{part}"

@@ -5,7 +5,7 @@ import pytest
 
 from monitoring.config import DetectionConfig
 from monitoring.detectors import NonFinite
-from monitoring.records import TensorStats
+from monitoring.tensor_stats import TensorStats
 from tests.unit.monitoring_traces import healthy_trace
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from monitoring.amax import headroom_octaves
-from monitoring.records import TensorStats
+from monitoring.tensor_stats import TensorStats
 from parallel.config import FP8Config, HighPrecisionLayers
 from parallel.precision import kernels, recipes
 from parallel.precision.layers import FORWARDS_UNTIL_REMINDED

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import deploy
 from monitoring.prometheus import COUNTERS, GAUGES, JobNumbers, Numbers, exposition
-from monitoring.records import StepRecord, TensorStats
+from monitoring.records import StepRecord
+from monitoring.tensor_stats import TensorStats
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.store_numbers import AFTERWARDS_S
 from tests.unit.control_plane import ControlPlane
