@@ -3,7 +3,8 @@
 #   make test      pass the tests        make lint             ruff, mypy, import directions
 #   make bench     run the benchmarks    make test-gpu [OUT=dir]  compare the backends on a GPU
 #   make incidents [OUT=dir]   every drill on every layout, and healthy jobs: a table in dir
-#   make faults [OUT=dir] [ROWS=a,b] [REPEAT=n]   a job on three hosts, a fault a row: a table in dir (root)
+#   make faults [OUT=dir] [ROWS=a,b] [REPEAT=n]   a job on three hosts, a fault a row: a table in dir (root);
+#                              RESUME=1 goes on with what an interrupted one has left
 
 # Where Transformer Engine is: .venv after `pip install -e '.[te]'`, or an image's own Python.
 GPU_PYTHON ?= .venv/bin/python
@@ -51,7 +52,7 @@ incidents: install
 	$(BIN)/python -m tests.incidents --out $(OUT)/incidents.md
 
 faults: install
-	$(BIN)/python -m tests.hosts.faults --out $(OUT)/faults.md $(if $(ROWS),--rows $(ROWS)) $(if $(REPEAT),--repeat $(REPEAT))
+	$(BIN)/python -m tests.hosts.faults --out $(OUT)/faults.md $(if $(ROWS),--rows $(ROWS)) $(if $(REPEAT),--repeat $(REPEAT)) $(if $(RESUME),--resume)
 
 clean:
 	rm -rf .venv *.egg-info

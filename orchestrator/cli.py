@@ -300,13 +300,21 @@ def up(
         int | None,
         typer.Option(min=0, help="Idle, imported workers a node: jobs start seconds earlier."),
     ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Redis for Ray's tables, which jobs outlive Ray's death with; 'none': without. "
+            "Its password: file redis-password (0600) of the home, or $RAY_REDIS_PASSWORD.",
+        ),
+    ] = None,
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
     """Start a controller and a Ray on this machine, or say that they run."""
     from orchestrator.cli_up import bring_up
 
-    raise typer.Exit(bring_up(home_of(home), slots, standby, output))
+    raise typer.Exit(bring_up(home_of(home), slots, standby, redis, output))
 
 
 @app.command()
@@ -383,7 +391,8 @@ def _tell(error: Exception, output: Output) -> int:
 
 def _error_of(error: Exception) -> CommandError | None:
     """The error as a person is told it; None: nobody foresaw it."""
-    from orchestrator import client
+    from orchestrator import client_errors as client
+    from orchestrator.client import TOKEN_VARIABLE
     from orchestrator.spec_errors import SpecError
 
     usage = getattr(error, "format_message", None)
@@ -399,7 +408,15 @@ def _error_of(error: Exception) -> CommandError | None:
         case client.NotFoundError():
             return CommandError(str(error), "`octavo list` shows the jobs there are", NOT_FOUND)
         case client.NotAuthorizedError():
-            remedy = f"it is in the home's `token`; elsewhere set ${client.TOKEN_VARIABLE}"
+            remedy = f"it is in the home's `token`; elsewhere set ${TOKEN_VARIABLE}"
+            return CommandError(str(error), remedy)
+        case client.NotAllowedError():
+            remedy = "ask an admin for another: `octavo token create NAME --role submit`"
+            return CommandError(str(error), remedy)
+        case client.UsageError():
+            return CommandError(str(error), code=USAGE)
+        case client.ClientError() if error.candidates:
+            remedy = "\n".join(["name one of them:", *(f"    {word}" for word in error.candidates)])
             return CommandError(str(error), remedy)
         case client.ClientError() | OSError():
             return CommandError(str(error))

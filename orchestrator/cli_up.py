@@ -15,8 +15,10 @@ from orchestrator.client import Client, ClientError, RefusedError
 from orchestrator.home import HOME_VARIABLE, Home
 from orchestrator.interrupts import uninterruptible
 from orchestrator.local import LocalError, Starting, end_host, running_host
+from orchestrator.redis_tables import RedisError, RedisTables
 
 FEWEST_SLOTS = 4
+NO_REDIS = "none"
 CHANGE = "`octavo down` first to change that"
 ELSEWHERE = f"name a folder that you may write to, with --home or ${HOME_VARIABLE}"
 RUNS = ("starting", "running", "recovering")
@@ -26,16 +28,25 @@ DOWN_S = 75.0
 after 60."""
 
 
-def bring_up(home: Home, slots: int | None, standby: int | None, output: Output) -> int:
-    """Start the host of ``home``, or find it running; the exit code."""
+def bring_up(
+    home: Home, slots: int | None, standby: int | None, redis: str | None, output: Output
+) -> int:
+    """Start the host of ``home``, or find it running; the exit code.
+
+    What is None stays as the home has it; ``redis`` is an address, or "none".
+    """
     with _kept_in(home):
         found = running_host(home)
     wanted = slots or max(FEWEST_SLOTS, os.cpu_count() or 1)
+    asked: dict[str, Any] = {} if standby is None else {"standby": standby}
+    if redis is not None:
+        asked["redis"] = None if redis == NO_REDIS else redis
     if found is None:
         with _kept_in(home):
-            home.create(
-                None if standby is None else home.config().model_copy(update={"standby": standby})
-            )
+            config = home.config().model_copy(update=asked)
+            if config.redis is not None:
+                _check(home, config.redis)
+            home.create(config if asked else None)
             starting = Starting(home, wanted, tied=False)
         try:
             starting.wait()
@@ -48,11 +59,22 @@ def bring_up(home: Home, slots: int | None, standby: int | None, output: Output)
     elif standby is not None and home.config().standby != standby:
         now = home.config().standby
         raise CommandError(f"it runs with {now} standby workers", CHANGE)
+    elif redis is not None and home.config().redis != asked["redis"]:
+        has = f"the Redis {home.config().redis}" if home.config().redis else "no Redis"
+        raise CommandError(f"it runs with {has}", CHANGE)
     if output is Output.json:
         print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})
     else:
         print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
     return 0
+
+
+def _check(home: Home, redis: str) -> None:
+    """Refuse a Redis that Ray could not keep its tables in."""
+    try:
+        RedisTables.of(redis, "check", home.redis_password()).check()
+    except (ValueError, RedisError) as error:
+        raise CommandError(str(error)) from None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
     config.json   HomeConfig, written by who makes the home
     token         the API's bearer token, 0600
+    redis-password  of the Redis that Ray's tables are in, 0600; made by its user
+    redis.json    what of that Redis the running host uses
     server.json   where the running controller listens
     ray.json      address of the Ray cluster that the controller was started on, unless it has
                   one of its own on this machine
@@ -24,6 +26,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.config import QuarantineConfig
+from orchestrator.redis_tables import PASSWORD_FILE, PASSWORD_VARIABLE
 
 HOME_VARIABLE = "OCTAVO_HOME"
 
@@ -45,6 +48,9 @@ class HomeConfig(BaseModel):
     """No node will ever be added, so what exceeds the cluster fails instead of waiting."""
     standby: int = 0
     """Idle, imported workers kept on every node for jobs still to be submitted."""
+    redis: str | None = None
+    """Redis for the tables of the host's Ray, as ``[redis[s]://][USER@]HOST[:PORT]``; unset: in
+    the memory of Ray's head."""
     quarantine: QuarantineConfig = QuarantineConfig()
     """When nodes are left out, and for how long."""
 
@@ -59,7 +65,7 @@ class Server:
 
 
 class TokenExposedError(PermissionError):
-    """The token file can be read by others than its owner."""
+    """A file with a secret can be read by others than its owner."""
 
 
 class Home:
@@ -106,13 +112,14 @@ class Home:
             else:
                 with os.fdopen(fd, "w") as out:
                     out.write(secrets.token_urlsafe(32))
-        try:
-            mode = file.stat().st_mode
-        except FileNotFoundError:
-            return None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise TokenExposedError(f"{file} can be read by others (chmod 600 {file})")
-        return file.read_text().strip()
+        return _secret(file)
+
+    def redis_password(self) -> str:
+        """Of the Redis: what the file or else the environment has, empty where neither has one.
+
+        Raises ``TokenExposedError`` unless the file is 0600.
+        """
+        return _secret(self.path / PASSWORD_FILE) or os.environ.get(PASSWORD_VARIABLE, "")
 
     def server(self) -> Server | None:
         """Where the controller said that it listens; None if none ever did."""
@@ -143,6 +150,17 @@ class Home:
     def forget_server(self) -> None:
         """No controller listens any more."""
         (self.path / "server.json").unlink(missing_ok=True)
+
+
+def _secret(file: Path) -> str | None:
+    """The text of a file that only its owner can read; None where there is no file."""
+    try:
+        mode = file.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise TokenExposedError(f"{file} can be read by others (chmod 600 {file})")
+    return file.read_text().strip()
 
 
 def replace_file(file: Path, text: str) -> None:

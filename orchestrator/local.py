@@ -7,7 +7,8 @@ The *host* is one process that holds a local Ray and starts the controller in it
 Promises: Ray's processes end with the host, however it ends, and the host of ``--tied``
 ends with whoever holds its stdin; ports are free ones, on the loopback; two hosts know
 nothing of each other; the host's temporary folder, which is that of its jobs too, is removed
-with it, or by the next host where it couldn't be.
+with it, or by the next host where it couldn't be, and so is what it keeps in a Redis
+(``HomeConfig.redis``), with which Ray's own tables outlive the process that has them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from orchestrator.head import lasting_tables
 from orchestrator.home import Home, replace_file
+from orchestrator.redis_tables import PASSWORD_VARIABLE, RAY_VARIABLES, RedisError, RedisTables
 
 START_TIMEOUT_S = 180.0
 """The first start in a new environment compiles every module; later ones take seconds."""
@@ -99,7 +102,11 @@ class Starting:
         self._log = home.path / "host.log"
         command = [sys.executable, "-m", "orchestrator.local", str(home.path)]
         command += ["--slots", str(slots)] + (["--tied"] if tied else [])
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        # A cluster of the user's is not this one, nor are its tables.
+        theirs = ("RAY_ADDRESS", *RAY_VARIABLES)
+        environment = {k: v for k, v in os.environ.items() if k not in theirs}
+        if password := home.redis_password():
+            environment[PASSWORD_VARIABLE] = password
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -189,11 +196,48 @@ def serve(home: Home, slots: int, *, tied: bool) -> None:
     os.environ["TMPDIR"] = str(folder / "tmp")
     (folder / "tmp").mkdir()
     try:
-        url = _start(home, folder, slots)
-        print(f"ready {url}", flush=True)
-        ended.wait()
+        with contextlib.ExitStack() as stack:
+            tables = _tables(home)
+            if tables is not None:
+                stack.callback(_forget, home, tables)
+                stack.enter_context(lasting_tables(tables, given_up=ended.set))
+            try:
+                url = _start(home, folder, slots)
+                print(f"ready {url}", flush=True)
+                ended.wait()
+            finally:
+                _end(home, folder)
+    except RedisError as error:
+        sys.exit(str(error))
     finally:
-        _end(home, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tables(home: Home) -> RedisTables | None:
+    """Where Ray's tables go, under a name that no host had before; None: nowhere.
+
+    What a host before this one kept and could not take away is taken away: all that it tells of
+    has ended with it.
+    """
+    redis = home.config().redis
+    record = home.path / "redis.json"
+    # None of those that the host starts needs to have it.
+    password = os.environ.pop(PASSWORD_VARIABLE, "")
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        left = json.loads(record.read_text())
+        _forget(home, RedisTables.of(left["redis"], left["namespace"], password))
+    if redis is None:
+        return None
+    tables = RedisTables.of(redis, f"octavo-{secrets.token_hex(8)}", password)
+    replace_file(record, json.dumps({"redis": redis, "namespace": tables.namespace}))
+    return tables
+
+
+def _forget(home: Home, tables: RedisTables) -> None:
+    with contextlib.suppress(RedisError):
+        tables.check()
+        tables.forget()
+        (home.path / "redis.json").unlink(missing_ok=True)
 
 
 def _start(home: Home, folder: Path, slots: int) -> str:
@@ -236,7 +280,6 @@ def _end(home: Home, folder: Path) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=SWEEP_S)
-    shutil.rmtree(folder, ignore_errors=True)
     (home.path / "host.json").unlink(missing_ok=True)
     home.forget_server()
 

@@ -5,9 +5,10 @@
         cluster.node("n2").kill()
 
 Every node is a host of ``tests.hosts.network`` with its own address, Ray processes, temporary
-folder and object store; ``n0`` is Ray's head and has the controller. Files are shared, as on a
-cluster with a network disk: ``storage`` is a small disk of its own that can be filled. What a
-user does goes through ``client``, from outside, over the bridge.
+folder and object store; ``n0`` is Ray's head and, as a rule, has the controller. Files are shared,
+as on a cluster with a network disk: ``storage`` is a small disk of its own that can be filled. What
+a user does goes through ``client``, from outside, over the bridge. With ``redis`` Ray's tables are
+in a Redis on one more host, which is no node.
 
 Promises: whatever happens inside the block, on leaving it nothing of the cluster is left; where
 the process had no chance to leave it (SIGKILL), a reaper does it within seconds, and else the
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +37,10 @@ from orchestrator.client import Client
 from orchestrator.config import QuarantineConfig
 from orchestrator.home import HOME_VARIABLE, Home, HomeConfig
 from orchestrator.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.redis_tables import PASSWORD_VARIABLE
 from tests.hosts import network as net
 from tests.hosts.network import ROOT, Host, Network
+from tests.hosts.redis_host import start_redis, why_no_redis
 
 PORT = 6379
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -71,6 +74,10 @@ class Layout:
     links: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of Ray's processes, above ``CLUSTER_ENVIRONMENT``."""
+    controller: int = 0
+    """Node that the controller is on."""
+    redis: str = ""
+    """Where Ray's tables are; empty: in the head's memory."""
 
 
 class Node:
@@ -95,15 +102,26 @@ class Node:
         layout = self._cluster.layout
         folder = self._cluster.folder / self.name
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
-        joins = ["--address", f"{layout.addresses[0]}:{PORT}"]
-        heads = ["--head", "--port", str(PORT), "--include-dashboard", "false"]
-        command = [RAY, "start", *(joins if self.index else heads), "--block"]
+        environment = {**self._cluster.environment, "TMPDIR": str(folder / "tmp")}
+        if self.index:
+            command = [RAY, "start", "--address", f"{layout.addresses[0]}:{PORT}", "--block"]
+        else:
+            command = [RAY, "start", "--head", "--block"]
+            if layout.redis:
+                command = [sys.executable, "-m", "orchestrator.head"]
+                environment |= {
+                    "RAY_REDIS_ADDRESS": layout.redis,
+                    "RAY_external_storage_namespace": self._cluster.folder.name,
+                    # Any will do; Ray's is at hand.
+                    PASSWORD_VARIABLE: layout.token,
+                }
+            command += ["--port", str(PORT), "--include-dashboard", "false"]
         command += ["--node-ip-address", self.address, "--num-cpus", str(layout.slots[self.index])]
         command += ["--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(folder)]
         with (folder / "ray.log").open("ab") as log:
             self.host.popen(
                 command,
-                env={**self._cluster.environment, "TMPDIR": str(folder / "tmp")},
+                env=environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -165,17 +183,20 @@ class Cluster:
         self,
         hosts: int = 3,
         *,
-        slots: int = 2,
+        slots: int | Sequence[int] = 2,
         standby: int = 0,
+        controller: int = 0,
+        redis: bool = False,
         environment: Mapping[str, str] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``standby``: idle workers a node that the controller keeps; ``environment``: of Ray's
-        processes, above ours; ``say`` is told what happens.
+        """``slots``: of each node, or node by node; ``standby``: idle workers a node that the
+        controller keeps, which is on node ``controller``; ``environment``: of Ray's processes,
+        above ours; ``say`` is told what happens.
 
-        Raises RuntimeError, saying why, where there can be no hosts.
+        Raises RuntimeError, saying why, where there can be no hosts, or no Redis.
         """
-        if reason := net.why_not():
+        if reason := net.why_not() or (why_no_redis() if redis else ""):
             raise RuntimeError(reason)
         self._say = say
         self._standby = standby
@@ -186,12 +207,14 @@ class Cluster:
             os.getpid(),
             str(folder),
             secrets.token_hex(16),
-            (slots,) * hosts,
+            (slots,) * hosts if isinstance(slots, int) else tuple(slots),
             (),
             (),
             (),
             dict(environment or {}),
+            controller,
         )
+        self._redis = redis
 
     @classmethod
     def running(cls) -> list[Cluster]:
@@ -254,19 +277,24 @@ class Cluster:
         self.storage.mkdir()
         _mount(self.storage)
         self._stack.callback(_unmount, self.storage)
-        network = self._stack.enter_context(Network(len(self.layout.slots)))
+        network = self._stack.enter_context(Network(len(self.layout.slots) + self._redis))
+        hosts = network.hosts[: len(self.layout.slots)]
+        redis = ""
+        if self._redis:
+            redis = start_redis(network.hosts[-1], self.folder / "redis", self.layout.token)
         self.layout = replace(
             self.layout,
-            names=tuple(host.name for host in network.hosts),
-            addresses=tuple(host.address for host in network.hosts),
-            links=tuple(host.link for host in network.hosts),
+            names=tuple(host.name for host in hosts),
+            addresses=tuple(host.address for host in hosts),
+            links=tuple(host.link for host in hosts),
+            redis=redis,
         )
-        self.nodes = tuple(Node(self, i) for i in range(len(network.hosts)))
+        self.nodes = tuple(Node(self, i) for i in range(len(hosts)))
         (self.folder / STATE).write_text(json.dumps(asdict(self.layout)))
         self.home.create(
             HomeConfig(
                 jobs_dir=self.storage,
-                host=self.nodes[0].address,
+                host=self.nodes[self.layout.controller].address,
                 fixed_cluster=False,
                 standby=self._standby,
                 quarantine=QUARANTINE,
@@ -282,8 +310,7 @@ class Cluster:
         """
         for left in reversed(range(TRIES)):
             try:
-                self.nodes[0].start()
-                self._await_head()
+                self.start_head()
                 for node in self.nodes[1:]:
                     node.start()
                 self.start_controller()
@@ -294,6 +321,11 @@ class Cluster:
                 self._say(f"once more, since {str(error).splitlines()[0]}")
                 self.kill_all()
 
+    def start_head(self) -> None:
+        """Ray's head alone; returns when it listens. Raises RuntimeError."""
+        self.nodes[0].start()
+        self._await_head()
+
     def kill_all(self) -> None:
         """Every node at once, and with it what it had in its folder."""
         for node in self.nodes:
@@ -302,11 +334,11 @@ class Cluster:
             shutil.rmtree(self.folder / node.name, ignore_errors=True)
 
     def start_controller(self) -> None:
-        """Start it on the head, or find it; returns when it answers. Raises RuntimeError."""
-        head = self.nodes[0]
+        """Start it on its node, or find it; returns when it answers. Raises RuntimeError."""
+        node = self.nodes[self.layout.controller]
         command = [sys.executable, "-m", "orchestrator.on_ray", str(self.home.path)]
-        command += ["--address", f"{head.address}:{PORT}", "--hosts", str(len(self.nodes))]
-        starting = head.host.popen(
+        command += ["--address", f"{self.nodes[0].address}:{PORT}", "--hosts", str(len(self.nodes))]
+        starting = node.host.popen(
             command,
             env=self.environment,
             cwd=ROOT,
@@ -315,7 +347,7 @@ class Cluster:
             text=True,
         )
         said, _ = starting.communicate(timeout=START_S)
-        head.host.processes.remove(starting)
+        node.host.processes.remove(starting)
         if starting.returncode != 0:
             raise RuntimeError(f"the controller did not start:\n{said[-4000:]}\n{self.told()}")
 

@@ -31,12 +31,38 @@ class Outcome:
     """Steps whose losses were compared with the undisturbed run's."""
     differing: int
     """Of them, those that are not equal to the bit."""
+    furthest: float = 0.0
+    """Largest difference of a loss, as a part of the undisturbed run's."""
+    tolerance: float = 0.0
+    """What ``furthest`` may be; 0: losses must be equal to the bit."""
+    skipped: str = ""
+    """Why it was not run at all."""
     trouble: str = ""
     """Why it isn't ok."""
     notes: tuple[str, ...] = ()
     """What the job said it saw and did."""
     progress: tuple[tuple[int, float], ...] = ()
     """The first steps after the fault, with the seconds since it."""
+
+    @classmethod
+    def not_run(cls, row: str, reason: str) -> Outcome:
+        """It can't be run here."""
+        return cls(row, True, 0.0, 0, 0, 0, 0, skipped=reason)
+
+    @classmethod
+    def failed(cls, row: str, trouble: str) -> Outcome:
+        """It went wrong before there was anything to judge."""
+        return cls(row, False, 0.0, 0, 0, 0, 0, trouble=trouble)
+
+    def in_words(self) -> str:
+        """For whoever looks on."""
+        if self.skipped:
+            return f"skipped, {self.skipped}"
+        word = "ok" if self.ok else f"FAILED ({self.trouble})"
+        return (
+            f"{word}; {self.outage_s:.2f} s to the next new step, {self.steps_lost} steps lost, "
+            f"{self.attempts} attempts"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,19 +106,26 @@ def judge(
     hang: str = "",
     problems: Sequence[str] = (),
     notes: Sequence[str] = (),
+    tolerance: float = 0.0,
 ) -> Outcome:
-    """The outcome of a run that was to reach every step of ``reference``."""
+    """The outcome of a run that was to reach every step of ``reference``.
+
+    ``tolerance``: how far a loss may be off, as a part of it; 0: not in the last bit.
+    """
     kept = kept_losses(steps)
     common = kept.keys() & reference.keys()
     differing = [n for n in sorted(common) if kept[n].hex() != reference[n].hex()]
+    furthest = max((abs(kept[n] / reference[n] - 1.0) for n in differing), default=0.0)
     missing = sorted(reference.keys() - kept.keys())
     trouble = [f"hang: {hang}"] if hang else []
     if not hang and state != "succeeded":
         trouble.append(f"the job {state}")
     if missing:
         trouble.append(f"{len(missing)} steps without a record, the first {missing[0]}")
-    if differing:
-        trouble.append(f"{len(differing)} losses differ, the first at step {differing[0]}")
+    # Not <=: a loss that is no number is off, too.
+    if differing and not furthest < tolerance:
+        by = f", by {furthest:.2%} at most" if tolerance else ""
+        trouble.append(f"{len(differing)} losses differ{by}, the first at step {differing[0]}")
     trouble += problems
     return Outcome(
         row=row,
@@ -102,6 +135,8 @@ def judge(
         attempts=max((step.attempt for step in steps), default=0),
         compared=len(common),
         differing=len(differing),
+        furthest=furthest,
+        tolerance=tolerance,
         trouble="; ".join(trouble),
         notes=tuple(notes),
         progress=tuple(

@@ -1,40 +1,49 @@
 """The faults, as data: what is done to a job in mid-run, and what must hold besides.
 
 Every row trains the same job to its end; its losses are compared with an undisturbed run's to
-the bit. ``act`` does the fault to a ``Scene`` and may take its time; what it broke is mended by
-the runner afterwards. A new fault is a new ``Row``.
+the bit, or within a tolerance where it goes on on other degrees. A new fault is a new ``Row``,
+its verb in ``acts``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import resource
 import signal
-import sqlite3
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tests.hosts.faults.memory import flip_copies
-from tests.hosts.faults.scene import HangError, Scene
-
-QUEUED = 100
-
-Act = Callable[[Scene], None]
-Check = Callable[[Scene], Sequence[str]]
-
-
-def leave_be(scene: Scene) -> None:
-    """The fault is in the job."""
-
-
-def nothing(scene: Scene) -> Sequence[str]:
-    """No further condition."""
-    return ()
+from tests.hosts.faults.acts import (
+    Act,
+    Check,
+    back_to_before,
+    cut,
+    damaged,
+    fewer_replicas,
+    fill_disk,
+    fill_queue,
+    flip_byte,
+    flip_replica,
+    freeze_node,
+    kill_all,
+    kill_controller,
+    kill_gcs,
+    kill_head,
+    kill_in_checkpoint,
+    kill_in_recovery,
+    kill_node,
+    kill_supervisor,
+    leave_be,
+    lock_store,
+    nothing,
+    one_attempt,
+    out_of_memory,
+    rank_and_node,
+    shaped,
+    signalled,
+    take_manifest,
+    truncate,
+    two_at_once,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,10 @@ class Row:
     """Seconds from the fault to the job's end, a hang beyond."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the job, by section."""
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+    """What ``Cluster`` is to be made of, where it isn't three plain hosts."""
+    tolerance: float = 0.0
+    """Of a loss against the undisturbed run's; 0: equal to the bit."""
     check: Check = nothing
     """What is wrong besides, a sentence each."""
     repeat: int = 3
@@ -60,244 +73,17 @@ class Row:
     """Longest outage that is aimed at, on a machine that has nothing else to do."""
 
 
-def _signalled(rank: int, number: signal.Signals) -> Act:
-    def act(scene: Scene) -> None:
-        os.kill(scene.rank(rank).pid, number)
-
-    return act
-
-
-def out_of_memory(scene: Scene) -> None:
-    """No further byte for rank 1: the next allocation fails."""
-    pid = scene.rank(1).pid
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
-
-
-def kill_node(scene: Scene) -> None:
-    scene.node_without_head().kill()
-
-
-def freeze_node(scene: Scene) -> None:
-    scene.node_without_head().freeze()
-
-
-def _cut(seconds: float | None) -> Act:
-    def act(scene: Scene) -> None:
-        node = scene.node_without_head()
-        node.cut()
-        if seconds is not None:
-            _sleep(scene, seconds)
-            node.heal()
-
-    return act
-
-
-def _shaped(seconds: float, **how: Any) -> Act:
-    def act(scene: Scene) -> None:
-        for node in scene.cluster.nodes:
-            node.shape(**how)
-        _sleep(scene, seconds)
-        for node in scene.cluster.nodes:
-            node.shape()
-
-    return act
-
-
-def fill_disk(scene: Scene) -> None:
-    """No byte free while two checkpoints are due; the job trains on and says so."""
-    failed = len(scene.events)
-    scene.cluster.fill_disk()
-    try:
-        scene.wait_for_step(scene.newest + 22)
-        told = {e["kind"] for e in scene.events[failed:]}
-        if not told & {"copy_failed", "checkpoint_failed"}:
-            raise HangError("nothing was said of a checkpoint that the disk has no room for")
-    finally:
-        scene.cluster.free_disk()
-
-
-def _damaged(damage: Callable[[Path], None]) -> Act:
-    """Damage the newest checkpoint, and leave nothing else to start from but older ones."""
-
-    def act(scene: Scene) -> None:
-        victim = scene.rank(1).pid
-        damage(scene.newest_checkpoint())
-        for node in scene.cluster.nodes:
-            for keeper in node.processes("ray::Keeper"):
-                os.kill(keeper, signal.SIGKILL)
-        os.kill(victim, signal.SIGKILL)
-
-    return act
-
-
-def truncate(checkpoint: Path) -> None:
-    file = max(checkpoint.glob("*.safetensors"), key=lambda f: f.name)
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip_byte(checkpoint: Path) -> None:
-    file = max(checkpoint.glob("*.safetensors"), key=lambda f: f.name)
-    with file.open("r+b") as stream:
-        stream.seek(-5000, os.SEEK_END)
-        byte = stream.read(1)[0]
-        stream.seek(-1, os.SEEK_CUR)
-        stream.write(bytes([byte ^ 4]))
-
-
-def take_manifest(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").unlink()
-
-
-def flip_replica(scene: Scene) -> None:
-    """One bit in every copy that the other nodes' keepers hold, then the node is lost."""
-    lost = scene.node_without_head()
-    ranks = [rank.pid for rank in scene.ranks()]
-    # No newer copy may come while the bits are looked for, nor while the loss goes unnoticed.
-    for pid in ranks:
-        os.kill(pid, signal.SIGSTOP)
-    flipped = 0
-    for node in scene.cluster.nodes:
-        if node is not lost:
-            flipped += sum(flip_copies(pid) for pid in node.processes("ray::Keeper"))
-    lost.kill()
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-    if not flipped:
-        raise HangError("no copy was found in any keeper")
-
-
-def fill_queue(scene: Scene) -> None:
-    """Another job that runs beside this one, and 100 that need all nodes and wait."""
-    scene.others.append(Scene(scene.cluster, scene.spec | {"name": "second"}))
-    slots, hosts = scene.cluster.layout.slots[0], len(scene.cluster.nodes)
-    data = slots * hosts // 2
-    waiting = scene.spec | {
-        "name": "waiting",
-        "num_nodes": hosts,
-        "slots_per_node": slots,
-        "parallelism": scene.spec["parallelism"] | {"data": data},
-        "training": scene.spec["training"] | {"train_batch_size": 4 * data},
-    }
-    for _ in range(QUEUED):
-        scene.accepted.append(str(scene.client.submit(waiting, "waiting.yaml")["id"]))
-
-
-def kill_controller(scene: Scene) -> None:
-    """With two jobs running and 100 in the queue, all of which are there afterwards."""
-    (second,) = scene.others
-    second.wait_for_step(5)
-    (pid,) = scene.cluster.nodes[0].processes("ray::ControllerActor")
-    os.kill(pid, signal.SIGKILL)
-    scene.wait_for_step(scene.newest + 20)
-    known = {job["id"]: job for job in scene.client.patiently(_jobs, scene.client)["jobs"]}
-    if lost := {scene.job, second.job, *scene.accepted} - known.keys():
-        raise HangError(f"{len(lost)} accepted jobs are gone")
-    if restarted := [j for j in (scene.job, second.job) if known[j]["attempt"] != 1]:
-        raise HangError(f"training was touched: {restarted}")
-    for job in scene.accepted:
-        scene.client.patiently(scene.client.cancel, job, "the row is over")
-    second.wait_for_end(240)
-    if second.state != "succeeded":
-        raise HangError(f"the other job {second.state}")
-
-
-def _jobs(client: Any) -> dict[str, Any]:
-    return {"jobs": client.jobs()}
-
-
-def kill_all(scene: Scene) -> None:
-    """Every node with the head; then an operator starts them and the controller again."""
-    scene.cluster.kill_all()
-    scene.cluster.start_all()
-
-
-def kill_supervisor(scene: Scene) -> None:
-    os.kill(_supervisor(scene), signal.SIGKILL)
-
-
-def two_at_once(scene: Scene) -> None:
-    """A rank and the supervisor that would have answered."""
-    rank, supervisor = scene.rank(3).pid, _supervisor(scene)
-    os.kill(supervisor, signal.SIGKILL)
-    os.kill(rank, signal.SIGKILL)
-
-
-def rank_and_node(scene: Scene) -> None:
-    """A rank of the node that stays, and the other node."""
-    lost = scene.node_without_head()
-    other = next(rank.pid for rank in scene.ranks() if rank.node is not lost)
-    os.kill(other, signal.SIGKILL)
-    lost.kill()
-
-
-def kill_in_recovery(scene: Scene) -> None:
-    """A rank, and one of the next attempt as soon as it has begun."""
-    before = scene.ranks()[0].attempt
-    os.kill(scene.rank(1).pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while True:
-        ranks = [rank for rank in scene.ranks() if rank.attempt > before]
-        if ranks:
-            os.kill(ranks[-1].pid, signal.SIGKILL)
-            return
-        if time.monotonic() > deadline:
-            raise HangError("the next attempt never began")
-        time.sleep(0.01)
-
-
-def kill_in_checkpoint(scene: Scene) -> None:
-    """A rank, while the files of a checkpoint are written."""
-    victim = scene.rank(2).pid
-    deadline = time.monotonic() + 60
-    while not any((scene.folder / "checkpoints").glob(".attempt-*/step-*")):
-        if time.monotonic() > deadline:
-            raise HangError("no checkpoint was begun")
-        time.sleep(0.0005)
-    os.kill(victim, signal.SIGKILL)
-
-
-def lock_store(scene: Scene) -> None:
-    """Somebody else writes to the store for 10 s."""
-    store = scene.cluster.home.path / "store.db"
-    connection = sqlite3.connect(store, timeout=30, isolation_level=None)
-    with contextlib.closing(connection):
-        connection.execute("BEGIN IMMEDIATE")
-        time.sleep(10)
-        connection.execute("ROLLBACK")
-
-
-def _one_attempt(scene: Scene) -> Sequence[str]:
-    """Nothing restarted."""
-    attempts = max(step.attempt for step in scene.steps)
-    return [f"{attempts} attempts for a fault that training need not feel"] if attempts > 1 else []
-
-
-def _back_to_before(scene: Scene) -> Sequence[str]:
-    """A damaged checkpoint was passed over and told."""
-    starts = [e["detail"] for e in scene.events if e["kind"] == "attempt_started"]
-    told = json.dumps([e for e in scene.events if "left out" in e["message"]])
-    problems = [] if len(starts) > 1 else ["no second attempt"]
-    return problems + ([] if "left out" in told else ["nothing says that a copy is left out"])
-
-
-def _supervisor(scene: Scene) -> int:
-    for node in scene.cluster.nodes:
-        for pid in node.processes("ray::Supervisor"):
-            return pid
-    raise HangError("no supervisor was found")
-
-
-def _sleep(scene: Scene, seconds: float) -> None:
-    """For that long, or until the job is at rest."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not scene.settled:
-        time.sleep(0.05)
-
-
 ALONE: dict[str, Any] = {"resources": {"spares": 0, "standby": False}}
 """Nobody stands ready: where nothing should restart, and where what it restarts from is shown
 rather than how soon."""
+
+NO_RANKS_ON_THE_HEAD: dict[str, Any] = {"slots": (0, 2, 2)}
+"""Two hosts that train, so that there is none to take a lost one's place."""
+HEAD_IN_REDIS = NO_RANKS_ON_THE_HEAD | {"redis": True}
+CONTROLLER_ELSEWHERE = HEAD_IN_REDIS | {"controller": 1}
+
+LONG = ALONE | {"training": {"steps": 240}}
+"""Still at work when a head is back."""
 
 ONE_SLOT: dict[str, Any] = {
     "slots_per_node": 1,
@@ -308,66 +94,66 @@ ONE_SLOT: dict[str, Any] = {
 """A job of which two run on three hosts of two slots."""
 
 ROWS = (
-    Row("rank_killed", "rank SIGKILL", _signalled(1, signal.SIGKILL), repeat=10, aim_s=1.5),
+    Row("rank_killed", "rank SIGKILL", signalled(1, signal.SIGKILL), repeat=10, aim_s=1.5),
     Row("node_killed", "node killed", kill_node, repeat=10, aim_s=4.0),
     Row(
         "rank_stopped",
         "rank SIGSTOP (step_timeout_s: 5)",
-        _signalled(2, signal.SIGSTOP),
+        signalled(2, signal.SIGSTOP),
         changes={"recovery": {"step_timeout_s": 5.0}},
     ),
-    Row("rank_segfault", "rank segfault", _signalled(1, signal.SIGSEGV)),
+    Row("rank_segfault", "rank segfault", signalled(1, signal.SIGSEGV)),
     Row("rank_memory", "rank out of memory", out_of_memory),
     Row("node_frozen", "node frozen", freeze_node),
-    Row("link_5s", "link cut 5 s", _cut(5.0), check=_one_attempt, changes=ALONE),
-    Row("link_60s", "link cut 60 s", _cut(60.0), deadline_s=300),
-    Row("link_for_good", "link cut for good", _cut(None)),
+    Row("link_5s", "link cut 5 s", cut(5.0), check=one_attempt, changes=ALONE),
+    Row("link_60s", "link cut 60 s", cut(60.0), deadline_s=300),
+    Row("link_for_good", "link cut for good", cut(None)),
     Row(
         "loss",
         "5 % packet loss for 20 s",
-        _shaped(20.0, loss=0.05),
-        check=_one_attempt,
+        shaped(20.0, loss=0.05),
+        check=one_attempt,
         changes=ALONE,
     ),
     Row(
         "delay",
         "200 ms delay for 20 s",
-        _shaped(20.0, delay_s=0.2),
-        check=_one_attempt,
+        shaped(20.0, delay_s=0.2),
+        check=one_attempt,
         changes=ALONE,
     ),
     Row(
         "disk_full",
         "disk full while checkpointing",
         fill_disk,
-        check=_one_attempt,
+        check=one_attempt,
         changes=ALONE,
     ),
     Row(
         "truncated",
         "newest checkpoint truncated",
-        _damaged(truncate),
-        check=_back_to_before,
+        damaged(truncate),
+        check=back_to_before,
         changes=ALONE,
     ),
     Row(
         "flipped",
         "newest checkpoint: one bit",
-        _damaged(flip_byte),
-        check=_back_to_before,
+        damaged(flip_byte),
+        check=back_to_before,
         changes=ALONE,
     ),
     Row(
         "no_manifest",
         "newest checkpoint: no manifest",
-        _damaged(take_manifest),
-        check=_back_to_before,
+        damaged(take_manifest),
+        check=back_to_before,
     ),
     Row(
         "replica",
         "replica flipped, then the node lost",
         flip_replica,
-        check=_back_to_before,
+        check=back_to_before,
         changes=ALONE,
     ),
     Row(
@@ -377,7 +163,7 @@ ROWS = (
         prepare=fill_queue,
         changes=ONE_SLOT,
         deadline_s=300,
-        check=_one_attempt,
+        check=one_attempt,
         repeat=10,
     ),
     Row("supervisor", "supervisor SIGKILL", kill_supervisor, repeat=10),
@@ -390,14 +176,48 @@ ROWS = (
         "W&B unreachable",
         leave_be,
         changes=ALONE | {"wandb": {"mode": "online"}},
-        check=_one_attempt,
+        check=one_attempt,
+    ),
+    Row(
+        "fewer_nodes",
+        "node killed, no other there (min_nodes: 1)",
+        kill_node,
+        cluster=NO_RANKS_ON_THE_HEAD,
+        changes={"resources": {"spares": 0, "min_nodes": 1}},
+        tolerance=0.001,
+        check=fewer_replicas,
+    ),
+    Row(
+        "gcs",
+        "Ray's GCS SIGKILL, its tables in Redis",
+        kill_gcs,
+        cluster=HEAD_IN_REDIS,
+        changes=ALONE,
+        check=one_attempt,
+    ),
+    Row(
+        "head",
+        "Ray's head killed and started again, its tables in Redis",
+        kill_head,
+        cluster=CONTROLLER_ELSEWHERE,
+        changes=LONG,
+        check=one_attempt,
+        deadline_s=300,
+    ),
+    Row(
+        "head_and_controller",
+        "the same with the controller on it",
+        kill_head,
+        cluster=HEAD_IN_REDIS,
+        changes=LONG,
+        deadline_s=300,
     ),
     Row("cluster", "head and all nodes killed, started again", kill_all),
     Row(
         "store_locked",
         "store locked for 10 s",
         lock_store,
-        check=_one_attempt,
+        check=one_attempt,
         changes=ALONE,
     ),
 )

@@ -1,7 +1,8 @@
 """Runs rows of the matrix on one cluster after the other, mending it between.
 
 Promises: a row that hangs costs its deadline, is counted as a failure and leaves the next row a
-whole cluster; undisturbed runs are made once a job and shared by the rows that have it.
+whole cluster; undisturbed runs are made once a job and shared by the rows that have it; a row
+that can't be run here is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.hosts.cluster import Cluster
 from tests.hosts.faults.outcome import Outcome, judge, kept_losses
 from tests.hosts.faults.rows import Row
 from tests.hosts.faults.scene import HangError, Scene
+from tests.hosts.redis_host import why_no_redis
 
 HOSTS = 3
 SAME_NUMBERS = ("recovery", "wandb", "checkpoint", "snapshots", "resources")
@@ -38,17 +40,21 @@ class Matrix:
         self._say = say
         self._stack = contextlib.ExitStack()
         self._cluster: Cluster | None = None
+        self._made: dict[str, Any] = {}
+        """What the cluster was made of."""
         self._references: dict[str, dict[int, float]] = {}
 
     def run(self, row: Row) -> Outcome:
         """One run of one row; what goes wrong is in the outcome, not raised."""
+        if row.cluster.get("redis") and (reason := why_no_redis()):
+            return Outcome.not_run(row.name, reason)
         try:
-            cluster = self._whole_cluster()
+            cluster = self._whole_cluster(row.cluster)
             reference = self._reference(cluster, row)
             scene = Scene(cluster, row.changes)
         except Exception as error:
             self._discard()
-            return Outcome(row.name, False, 0.0, 0, 0, 0, 0, f"before the fault: {error!r}")
+            return Outcome.failed(row.name, f"before the fault: {error!r}")
         hang, fault_at, ready = "", time.time(), True
         try:
             row.prepare(scene)
@@ -72,6 +78,7 @@ class Matrix:
             hang=hang,
             problems=() if hang else row.check(scene),
             notes=[*([] if ready else [NOT_READY]), *_notes(scene, fault_at)],
+            tolerance=row.tolerance,
         )
         if not mended or not outcome.ok:
             self._discard()
@@ -91,11 +98,14 @@ class Matrix:
             self._references[key] = kept_losses(scene.steps)
         return self._references[key]
 
-    def _whole_cluster(self) -> Cluster:
+    def _whole_cluster(self, made: Mapping[str, Any]) -> Cluster:
+        if self._cluster is not None and made != self._made:
+            self._discard()
         if self._cluster is None:
             self._cluster = self._stack.enter_context(
-                Cluster(HOSTS, environment=ENVIRONMENT, say=self._say)
+                Cluster(HOSTS, environment=ENVIRONMENT, say=self._say, **made)
             )
+            self._made = dict(made)
         return self._cluster
 
     def _mend(self, cluster: Cluster) -> bool:
@@ -123,27 +133,20 @@ class Matrix:
 
 
 def run_rows(
-    rows: Sequence[Row],
-    repeat: int | None,
+    rows: Sequence[tuple[Row, int]],
     say: Callable[[str], None],
-    told: Callable[[list[Outcome]], None],
-) -> list[Outcome]:
-    """Every row ``repeat`` times (None: its own number); ``told`` has all outcomes after each."""
-    outcomes: list[Outcome] = []
+    told: Callable[[Outcome], None],
+) -> None:
+    """Each row as often as its number says; ``told`` has every outcome as soon as it is there."""
     with Matrix(say) as matrix:
-        for row in rows:
-            for _ in range(row.repeat if repeat is None else repeat):
+        for row, times in rows:
+            for _ in range(times):
                 began = time.monotonic()
                 outcome = matrix.run(row)
-                outcomes.append(outcome)
-                word = "ok" if outcome.ok else f"FAILED ({outcome.trouble})"
-                say(
-                    f"{row.name}: {word}; {outcome.outage_s:.2f} s to the next new step, "
-                    f"{outcome.steps_lost} steps lost, {outcome.attempts} attempts; "
-                    f"{time.monotonic() - began:.0f} s in all"
-                )
-                told(outcomes)
-    return outcomes
+                told(outcome)
+                say(f"{row.name}: {outcome.in_words()}; {time.monotonic() - began:.0f} s in all")
+                if outcome.skipped:
+                    break
 
 
 def _notes(scene: Scene, fault_at: float) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
 from tests.hosts.faults.outcome import Outcome, judge, outage_s
 from tests.hosts.faults.rows import ROWS
 from tests.hosts.faults.scene import Step
-from tests.hosts.faults.table import markdown, write
+from tests.hosts.faults.table import markdown
 
 REFERENCE = {n: 5.0 - n / 10 for n in range(6)}
 
@@ -72,16 +70,31 @@ def test_everything_else_is_a_failure(changes: dict[str, object], trouble: str) 
     assert not outcome.ok and outcome.trouble == trouble
 
 
-def test_the_table_has_medians_the_worst_and_what_failed(tmp_path: Path) -> None:
-    name, told = ROWS[0].name, ROWS[0].told
-    runs = [Outcome(name, True, s, n, 2, 60, 0) for s, n in ((1.0, 2), (1.5, 4), (9.0, 3))]
-    runs.append(Outcome(name, False, 99.0, 50, 3, 60, 7, "7 losses differ"))
-    write(runs, tmp_path / "out" / "faults.md")
-    shown = (tmp_path / "out" / "faults.md").read_text()
-    assert f"| {told} | 4 | 3 of 4 | 3, 4 | 1.50, 9.00 |" in shown
-    assert f"- {name}: 7 losses differ" in shown
-    assert json.loads((tmp_path / "out" / "faults.json").read_text())[3]["differing"] == 7
-    assert "–" in markdown(runs[3:]), "a row without a good run has no times"
+def test_on_other_degrees_a_loss_may_be_off_by_the_tolerance_alone() -> None:
+    near = [*RECOVERED[:-1], Step(2, 5, 18.0, REFERENCE[5] * 1.0005)]
+    outcome = judge("row", near, "succeeded", 12.5, REFERENCE, tolerance=0.001)
+    assert outcome.ok and outcome.differing == 1 and 0.0004 < outcome.furthest < 0.0006
+    far = [*RECOVERED[:-1], Step(2, 5, 18.0, REFERENCE[5] * 1.002)]
+    outcome = judge("row", far, "succeeded", 12.5, REFERENCE, tolerance=0.001)
+    assert not outcome.ok and "1 losses differ, by 0.20% at most" in outcome.trouble
+    none = [*RECOVERED[:-1], Step(2, 5, 18.0, math.nan)]
+    assert not judge("row", none, "succeeded", 12.5, REFERENCE, tolerance=0.001).ok
+
+
+NAME, TOLD = ROWS[0].name, ROWS[0].told
+RUNS = [Outcome(NAME, True, s, n, 2, 60, 0) for s, n in ((1.0, 2), (1.5, 4), (9.0, 3))]
+
+
+def test_the_table_has_medians_the_worst_and_what_failed() -> None:
+    shown = markdown([*RUNS, Outcome(NAME, False, 99.0, 50, 3, 60, 7, trouble="7 losses differ")])
+    proof = "233 of 240 equal to the bit, the others within 0"
+    assert f"| {TOLD} | 4 | 3 | {proof} | 3, 4 | 1.50, 9.00 (aim: 1.5) |" in shown
+    assert f"- {NAME}: 7 losses differ" in shown
+
+
+def test_a_row_without_a_good_run_has_no_times_and_one_that_was_skipped_says_why() -> None:
+    assert "| – | – |" in markdown([Outcome.failed(NAME, "no cluster")])
+    assert "skipped: no redis-server" in markdown([Outcome.not_run(NAME, "no redis-server")])
 
 
 def test_rows_have_names_of_their_own() -> None:

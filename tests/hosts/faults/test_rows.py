@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.hosts.faults.outcome import Outcome
 from tests.hosts.faults.rows import ROWS
 from tests.hosts.faults.runs import run_rows
 from tests.hosts.faults.scene import STEPS
@@ -12,8 +13,10 @@ from tests.hosts.faults.scene import STEPS
 @pytest.mark.usefixtures("_hosts_work")
 @pytest.mark.timeout(400)
 def test_a_job_goes_on_without_its_killed_node_and_no_bit_is_different() -> None:
-    rows = [row for row in ROWS if row.name == "node_killed"]
-    (outcome,) = run_rows(rows, 1, print, lambda done: None)
+    rows = [(row, 1) for row in ROWS if row.name == "node_killed"]
+    outcomes: list[Outcome] = []
+    run_rows(rows, print, outcomes.append)
+    (outcome,) = outcomes
     assert outcome.ok, outcome
     assert outcome.attempts == 2 and outcome.compared == STEPS
     # A snapshot is made every five steps, and one may be on its way to the partner.
