@@ -8,56 +8,51 @@ characters.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from fastapi import Depends, FastAPI, Path, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
+from orchestrator.access import Caller
+from orchestrator.api_docs import Submitter, told
+from orchestrator.api_find import Found
+from orchestrator.api_limits import KEY, PAGE, Count, Key, Limit, Line, Wait
+from orchestrator.api_models import ControlPage, ControlShown
+from orchestrator.api_wait import Bell
 from orchestrator.controller import Controller
 from orchestrator.controls import Control, ControlKind
-from orchestrator.store_controls import ControlRow
+from orchestrator.store_controls import UnknownControlError
 from orchestrator.store_rows import JobRow
 
 MOST_BATCHES = 10_000
 """Batches left out by one rollback."""
-LARGEST = 2**53 - 1
-"""Of a step or batch: what JSON can hold exactly."""
-
-Find = Callable[[str], JobRow]
 
 
-def _on_one_line(text: str) -> str:
-    """Without control characters: it is shown on terminals."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-LONGEST_WAIT_S = 30.0
-Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT_S)]
-"""Seconds that an answer may be held back until there is something new."""
-
-Line = Annotated[str, AfterValidator(_on_one_line)]
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
+def _example(**values: Any) -> ConfigDict:
+    return ConfigDict(extra="forbid", json_schema_extra={"examples": [values]})
 
 
 class Request(BaseModel):
     """What every control takes."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = _example(key="c0ffee", by="alice", reason="the data were wrong")
 
-    key: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,64}$")
+    key: Key = ""
     """The client's, so that a request that is sent twice is done once; empty: made here."""
-    by: Line = Field(default="someone", max_length=200)
+    by: Line = Field(default="", max_length=200)
+    """Who asks, where an admin does; else it is the token's name."""
     reason: Line = Field(default="", max_length=1000)
 
-    def control(self, kind: ControlKind, **order: Any) -> Control:
+    def control(self, caller: Caller, kind: ControlKind, **order: Any) -> Control:
         """As the control plane has it."""
         return Control(
             key=self.key or secrets.token_hex(8),
             kind=kind,
-            by=self.by or "someone",
+            by=caller.speaks_as(self.by) or "someone",
             time=time.time(),
             reason=self.reason,
             **order,
@@ -67,6 +62,8 @@ class Request(BaseModel):
 class RollbackRequest(Request):
     """Back to an earlier step, leaving batches out from there on."""
 
+    model_config = _example(to_step=80, skip=[90, 91], key="c0ffee")
+
     to_step: Count
     skip: list[Count] = Field(default=[], max_length=MOST_BATCHES)
     """Indices of batches, as step records have them."""
@@ -74,6 +71,8 @@ class RollbackRequest(Request):
 
 class PrecisionRequest(Request):
     """Layers to BF16 or back to FP8."""
+
+    model_config = _example(layers=["layers.*.mlp.down"], to="bf16")
 
     layers: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(
         min_length=1, max_length=1000
@@ -85,52 +84,90 @@ class PrecisionRequest(Request):
 class ExchangeRequest(Request):
     """What gradients cross the network in; auto: measured again, and the policy's from there."""
 
+    model_config = _example(to="auto")
+
     to: Literal["fp8", "bf16", "auto"]
 
 
-def add_controls(app: FastAPI, controller: Controller, find: Find) -> None:
-    """The routes; ``find`` is how a job is named."""
+def add_controls(app: FastAPI, controller: Controller, found: Found, bell: Bell) -> None:
+    """The routes."""
+    store = controller.store
 
-    def ask(job: str, response: Response, control: Control) -> dict[str, Any]:
-        row = controller.ask(find(job).id, control)
-        response.status_code = 202 if row.state == "accepted" else 200
-        return row.to_json()
+    def ask(row: JobRow, response: Response, control: Control) -> dict[str, Any]:
+        asked = controller.ask(row.id, control)
+        response.status_code = 202 if asked.state == "accepted" else 200
+        return asked.to_json()
 
-    @app.post("/v1/jobs/{job}/rollback", status_code=202)
-    def rollback(job: str, body: RollbackRequest, response: Response) -> dict[str, Any]:
+    order = told("controls", ControlShown, 404, 409, status=202, body=True)
+    # A key that was answered already is answered with what became of it.
+    order["responses"][200] = {"model": ControlShown}
+
+    @app.post("/v1/jobs/{job}/rollback", **order)
+    def rollback(
+        body: RollbackRequest,
+        response: Response,
+        caller: Submitter,
+        row: JobRow = Depends(found.controlled),
+    ) -> dict[str, Any]:
+        """Go back to the snapshot or checkpoint of a step, leaving batches out from there on."""
         skip = tuple(sorted(set(body.skip)))
-        control = body.control("rollback", to_step=body.to_step, skip_batches=skip)
-        return ask(job, response, control)
+        control = body.control(caller, "rollback", to_step=body.to_step, skip_batches=skip)
+        return ask(row, response, control)
 
-    @app.post("/v1/jobs/{job}/precision", status_code=202)
-    def precision(job: str, body: PrecisionRequest, response: Response) -> dict[str, Any]:
+    @app.post("/v1/jobs/{job}/precision", **order)
+    def precision(
+        body: PrecisionRequest,
+        response: Response,
+        caller: Submitter,
+        row: JobRow = Depends(found.controlled),
+    ) -> dict[str, Any]:
+        """Move layers to BF16, where they stay until asked back, or to FP8."""
         layers = tuple(dict.fromkeys(body.layers))
-        return ask(job, response, body.control("precision", layers=layers, to=body.to))
+        control = body.control(caller, "precision", layers=layers, to=body.to)
+        return ask(row, response, control)
 
-    @app.post("/v1/jobs/{job}/exchange", status_code=202)
-    def exchange(job: str, body: ExchangeRequest, response: Response) -> dict[str, Any]:
-        return ask(job, response, body.control("exchange", to=body.to))
+    @app.post("/v1/jobs/{job}/exchange", **order)
+    def exchange(
+        body: ExchangeRequest,
+        response: Response,
+        caller: Submitter,
+        row: JobRow = Depends(found.controlled),
+    ) -> dict[str, Any]:
+        """Change what gradients cross the network in."""
+        return ask(row, response, body.control(caller, "exchange", to=body.to))
 
-    @app.post("/v1/jobs/{job}/pause", status_code=202)
-    def pause(job: str, response: Response, body: Request | None = None) -> dict[str, Any]:
-        return ask(job, response, (body or Request()).control("pause"))
+    @app.post("/v1/jobs/{job}/pause", **order)
+    def pause(
+        response: Response,
+        caller: Submitter,
+        row: JobRow = Depends(found.controlled),
+        body: Request | None = None,
+    ) -> dict[str, Any]:
+        """Stop after a checkpoint and give the nodes back; resume goes on exactly there."""
+        return ask(row, response, (body or Request()).control(caller, "pause"))
 
-    @app.get("/v1/jobs/{job}/controls")
-    def controls(job: str) -> dict[str, Any]:
-        return {"controls": [row.to_json() for row in controller.store.controls(find(job).id)]}
+    @app.get("/v1/jobs/{job}/controls", **told("controls", ControlPage, 404, 409))
+    def controls(
+        row: JobRow = Depends(found.shown),
+        after: Annotated[
+            str | None, Query(pattern=KEY, description="`next` of the page before.")
+        ] = None,
+        limit: Limit = PAGE,
+    ) -> dict[str, Any]:
+        """What was asked of a job, oldest first."""
+        rows = store.pages.controls(row.id, after, limit + 1)
+        shown = [control.to_json() for control in rows[:limit]]
+        return {"controls": shown, "next": shown[-1]["key"] if len(rows) > limit else None}
 
-    @app.get("/v1/jobs/{job}/controls/{key}")
-    def control(job: str, key: str, wait: Wait = 0) -> dict[str, Any]:
-        return _held(controller, find(job).id, key, wait).to_json()
-
-
-def _held(controller: Controller, job: str, key: str, wait: float) -> ControlRow:
-    """The control, as soon as it is answered or the time is over."""
-    deadline = time.monotonic() + wait
-    while True:
-        seen = controller.changes()
-        row = controller.store.control(job, key)
-        left = deadline - time.monotonic()
-        if row.state != "accepted" or left <= 0:
-            return row
-        controller.wait_for_change(seen, left)
+    @app.get("/v1/jobs/{job}/controls/{key}", **told("controls", ControlShown, 404, 409))
+    async def control(
+        key: Annotated[str, Path(max_length=200)],
+        row: JobRow = Depends(found.shown),
+        wait: Wait = 0,
+    ) -> dict[str, Any]:
+        """What became of a control; `wait` for it."""
+        if not re.fullmatch(KEY, key):
+            raise UnknownControlError(row.id, key)
+        read = partial(store.control, row.id, key)
+        answered = await bell.held(wait, read, lambda asked: asked.state != "accepted")
+        return answered.to_json()

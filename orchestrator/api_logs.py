@@ -6,15 +6,19 @@ never splits a UTF-8 character, and what is none is replaced.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Query
+from fastapi import Depends, FastAPI, HTTPException, Query
+from fastapi.concurrency import run_in_threadpool
 
-from orchestrator.api_controls import Wait
+from orchestrator.api_docs import told
+from orchestrator.api_find import Found
+from orchestrator.api_limits import LARGEST, After, Wait
+from orchestrator.api_models import LogPiece
 from orchestrator.spec_completion import slots_per_node
 from orchestrator.store import Store
 from orchestrator.store_rows import JobRow, settled
@@ -22,6 +26,9 @@ from orchestrator.store_rows import JobRow, settled
 LOG_CHUNK = 256 * 1024
 """Bytes of a log in one answer."""
 LOOK_S = 0.2
+
+Rank = Annotated[int, Query(ge=0, le=10_000_000)]
+AttemptNumber = Annotated[int | None, Query(ge=1, le=LARGEST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +46,39 @@ class LogPlace:
         return replace(self, attempt=self.attempt + 1, offset=0)
 
 
-def add_logs(app: FastAPI, store: Store, resolve: Callable[[str], JobRow]) -> None:
-    """``GET /v1/jobs/{job}/logs``. ``resolve``: the job meant by a word, or an error."""
+def add_logs(app: FastAPI, store: Store, found: Found) -> None:
+    """``GET /v1/jobs/{job}/logs``."""
 
-    @app.get("/v1/jobs/{job}/logs")
-    def logs(
-        job: str,
-        rank: Annotated[int, Query(ge=0)] = 0,
-        attempt: Annotated[int | None, Query(ge=1)] = None,
-        offset: Annotated[int, Query(ge=0)] = 0,
+    def look(job: str, place: LogPlace) -> tuple[JobRow, str, LogPlace]:
+        # The job first: once it is settled, what is read after that is all.
+        now = store.job(job)
+        return now, *log_page(now, place)
+
+    @app.get("/v1/jobs/{job}/logs", **told("jobs", LogPiece, 404, 409))
+    async def logs(
+        row: JobRow = Depends(found.shown),
+        rank: Rank = 0,
+        attempt: AttemptNumber = None,
+        offset: After = 0,
         wait: Wait = 0,
     ) -> dict[str, Any]:
-        row = resolve(job)
+        """A piece of a rank's log from a byte on; `wait` for what is to come."""
         place = log_place(row, rank, attempt, attempt or row.attempt, offset)
         deadline = time.monotonic() + wait
         while True:
-            text, end = log_page(row, place)
-            now = store.job(row.id)
+            now, text, end = await run_in_threadpool(look, row.id, place)
             left = deadline - time.monotonic()
             # The next attempt's log is another file: a follower moves on to it.
-            if text or left <= 0 or settled(now) or (place.follows and now.attempt > place.attempt):
+            moved = place.follows and now.attempt > place.attempt
+            if text or left <= 0 or settled(now) or moved:
                 break
-            time.sleep(min(LOOK_S, left))
+            await asyncio.sleep(min(LOOK_S, left))
         return {
             "text": text,
             "offset": end.offset,
             "attempt": place.attempt,
             "rank": rank,
-            "exists": _file(row, place).exists(),
+            "exists": await run_in_threadpool(_file(row, place).exists),
             "state": now.state.word,
             "settled": settled(now),
         }

@@ -15,24 +15,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Query
 from fastapi.concurrency import run_in_threadpool
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from orchestrator.api_logs import LogPlace, log_page, log_place
+from orchestrator.api_docs import told
+from orchestrator.api_find import Found
+from orchestrator.api_logs import AttemptNumber, LogPlace, Rank, log_page, log_place
+from orchestrator.api_wait import LOOK_S, Bell
 from orchestrator.controller import Controller
 from orchestrator.store_rows import JobRow, settled
 
 READ_S = 0.25
 """Seconds between two reads of one listener at least: steps may come by the dozen a second."""
-LOOK_S = 5.0
-"""Seconds after which a listener looks although nothing was told."""
 LOG_LOOK_S = 0.5
-"""The same for logs, which the ranks write without telling anybody."""
+"""Seconds after which a listener looks at a log, which ranks write without telling anybody."""
 PAGE = 500
 
 _PLACE = re.compile(r"(\d{1,18})\.(\d{1,18})")
@@ -41,67 +41,20 @@ Place = Annotated[str | None, Query(pattern=_PLACE.pattern, max_length=40)]
 LastId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=40)]
 
 
-class Bell:
-    """Wakes the listeners of an event loop when the controller has stored something.
+def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) -> None:
+    """The two routes. What they need comes by dependencies, so that an unknown job is an answer
+    and no stream that breaks off."""
+    store = controller.store
+    sent_events = told("streams", None, 404, 409)
 
-    One thread for all of them, as long as there are any.
-    """
-
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self._lock = threading.Lock()
-        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
-        self._thread: threading.Thread | None = None
-
-    async def wait(self, seen: int, timeout_s: float) -> None:
-        """Return once the count of changes isn't ``seen`` any more, or the time is over."""
-        rung = asyncio.Event()
-        with self._lock:
-            self._waiting[rung] = asyncio.get_running_loop()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._listen, name="bell", daemon=True)
-                self._thread.start()
-        try:
-            if self._controller.changes() == seen:
-                async with asyncio.timeout(timeout_s):
-                    await rung.wait()
-        except TimeoutError:
-            pass
-        finally:
-            with self._lock:
-                self._waiting.pop(rung, None)
-
-    def _listen(self) -> None:
-        seen = self._controller.changes()
-        while True:
-            now = self._controller.wait_for_change(seen, LOOK_S)
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                if now == seen:
-                    continue
-                for rung, loop in self._waiting.items():
-                    loop.call_soon_threadsafe(rung.set)
-                self._waiting.clear()
-            seen = now
-
-
-def add_streams(app: FastAPI, controller: Controller, resolve: Callable[[str], JobRow]) -> None:
-    """The two routes. ``resolve``: the job meant by a word, or an error that the app answers."""
-    store, bell = controller.store, Bell(controller)
-
-    def meant(job: str) -> JobRow:
-        # A dependency, so that an unknown job is an answer and no stream that breaks off.
-        return resolve(job)
-
-    @app.get("/v1/jobs/{job}/stream", response_class=EventSourceResponse)
+    @app.get("/v1/jobs/{job}/stream", response_class=EventSourceResponse, **sent_events)
     async def stream(
-        row: JobRow = Depends(meant),
+        row: JobRow = Depends(found.shown),
         place: tuple[int, int] = Depends(_place),
         steps: bool = True,
         tensors: bool = False,
     ) -> AsyncIterator[ServerSentEvent]:
+        """Events and steps as they come, each with the id to go on from."""
         event, step = place
 
         def read() -> tuple[JobRow, list[dict[str, Any]], list[dict[str, Any]]]:
@@ -112,14 +65,14 @@ def add_streams(app: FastAPI, controller: Controller, resolve: Callable[[str], J
 
         while True:
             seen = controller.changes()
-            now, told, done = await run_in_threadpool(read)
-            for one in told:
+            now, news, done = await run_in_threadpool(read)
+            for one in news:
                 event = one["id"]
                 yield _sent("event", one, f"{event}.{step}")
             for one in done:
                 step = one["id"]
                 yield _sent("step", one if tensors else {**one, "tensors": {}}, f"{event}.{step}")
-            if not told and not done:
+            if not news and not done:
                 if settled(now):
                     yield _sent("settled", {"state": now.state.word}, f"{event}.{step}")
                     return
@@ -127,17 +80,19 @@ def add_streams(app: FastAPI, controller: Controller, resolve: Callable[[str], J
             await asyncio.sleep(READ_S)
 
     def log_start(
-        row: JobRow = Depends(meant),
+        row: JobRow = Depends(found.shown),
         place: tuple[int, int] = Depends(_place),
-        rank: Annotated[int, Query(ge=0)] = 0,
-        attempt: Annotated[int | None, Query(ge=1)] = None,
+        rank: Rank = 0,
+        attempt: AttemptNumber = None,
     ) -> LogPlace:
         return log_place(row, rank, attempt, *place)
 
-    @app.get("/v1/jobs/{job}/logs/stream", response_class=EventSourceResponse)
+    @app.get("/v1/jobs/{job}/logs/stream", response_class=EventSourceResponse, **sent_events)
     async def stream_logs(
-        row: JobRow = Depends(meant), place: LogPlace = Depends(log_start)
+        row: JobRow = Depends(found.shown), place: LogPlace = Depends(log_start)
     ) -> AsyncIterator[ServerSentEvent]:
+        """A rank's log as it is written, through the attempts."""
+
         def read(at: LogPlace) -> tuple[JobRow, str, LogPlace]:
             now = store.job(row.id)
             return now, *log_page(row, at)
@@ -146,8 +101,8 @@ def add_streams(app: FastAPI, controller: Controller, resolve: Callable[[str], J
             now, text, after = await run_in_threadpool(read, place)
             if text:
                 place = after
-                told = {"attempt": place.attempt, "rank": place.rank, "text": text}
-                yield _sent("log", told, f"{place.attempt}.{place.offset}")
+                piece = {"attempt": place.attempt, "rank": place.rank, "text": text}
+                yield _sent("log", piece, f"{place.attempt}.{place.offset}")
             elif place.follows and place.attempt < now.attempt:
                 place = place.next()
             elif settled(now) or (not place.follows and place.attempt < now.attempt):

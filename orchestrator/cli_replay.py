@@ -46,8 +46,8 @@ def read_trace(home: Home, job: str) -> JobTrace:
 
     if os.environ.get(URL_VARIABLE):
         return trace_of_client(Client.of_home(home), job)
-    from orchestrator.api import AmbiguousJobError, resolve
     from orchestrator.store import Store
+    from orchestrator.store_pages import AmbiguousJobError
     from orchestrator.store_rows import UnknownJobError
 
     url = home.store_url
@@ -59,7 +59,7 @@ def read_trace(home: Home, job: str) -> JobTrace:
         )
     store = Store(url)
     try:
-        return trace_of_store(store, resolve(store, job))
+        return trace_of_store(store, store.pages.job(job))
     except UnknownJobError as error:
         raise CommandError(
             str(error), "`octavo list` shows the jobs there are", NOT_FOUND

@@ -4,9 +4,10 @@
     job = client.submit(spec_data(spec), "job.yaml")["id"]
     for event in client.follow_events(job): print(event["message"])
 
-Promises: every failure is one of the errors below, told for a person; nothing that a
+Promises: every failure is one of ``orchestrator.client_errors``, told for a person; nothing that a
 controller can have heard is said twice; a controller that restarts is waited for, shortly,
-and longer while following.
+and longer while following; one that says "too many requests" is asked again when it says; lists
+are read to their end, page by page.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from typing import Any
 
 import httpx
 
+from orchestrator.client_errors import (
+    LOOK_FIRST,
+    START_AGAIN,
+    TRY_AGAIN,
+    NotAuthorizedError,
+    ServerError,
+    TooManyRequestsError,
+    UnreachableError,
+    error_of,
+)
+from orchestrator.client_errors import ClientError as ClientError
+from orchestrator.client_errors import NotFoundError as NotFoundError
+from orchestrator.client_errors import RefusedError as RefusedError
 from orchestrator.home import Home
-from orchestrator.spec_errors import Problem, SpecError
 
 URL_VARIABLE = "OCTAVO_URL"
 TOKEN_VARIABLE = "OCTAVO_TOKEN"
@@ -30,52 +43,10 @@ POLL_S = 10.0
 """Seconds that a follower's question is held back by the controller."""
 PATIENCE_S = 60.0
 """Seconds that a follower waits for a controller that doesn't answer."""
-
-
 RESTART_S = 10.0
 """Seconds that a controller whose host runs may take to answer again."""
-START_ONE = "start one with `octavo up`, or run a job alone: `octavo run`"
-START_AGAIN = (
-    "Ray starts it again as long as its host runs; else start Ray there, and then the controller: "
-    "`python -m orchestrator.on_ray HOME --address {address}`; its jobs are in the store"
-)
-TRY_AGAIN = "try again in a moment; if that doesn't help: `octavo down`, `octavo up`"
-LOOK_FIRST = (
-    "it may have taken the order all the same: look by `octavo list` before you repeat it; if that "
-    "gets no answer either: `octavo down`, `octavo up`"
-)
-"""Of an order that isn't known to have been heard, as a submission: repeated, it would be two."""
-
-
-class ClientError(Exception):
-    """What the controller or the way to it said no to."""
-
-
-class UnreachableError(ClientError):
-    """Nobody answers: the controller is not running, or elsewhere, or restarts for too long."""
-
-    def __init__(self, message: str, remedy: str = START_ONE) -> None:
-        super().__init__(message, remedy)
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class NotAuthorizedError(ClientError):
-    """The token is missing, wrong, or kept where others can read it."""
-
-
-class NotFoundError(ClientError):
-    """No job goes by that name."""
-
-
-class RefusedError(ClientError):
-    """The controller understood and won't: the job has ended, or the name is ambiguous."""
-
-
-class ServerError(ClientError):
-    """The controller failed on the request."""
+LONGEST_PAUSE_S = 60.0
+"""Seconds that a request is put off at most where its token asks too often."""
 
 
 class Client:
@@ -133,9 +104,10 @@ class Client:
         answer = self._post("/v1/jobs:validate", {"spec": dict(spec), "file": file})
         return dict(answer["spec"])
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """All jobs, oldest first."""
-        return list(self._get("/v1/jobs")["jobs"])
+    def jobs(self, by: str | None = None) -> list[dict[str, Any]]:
+        """All jobs, oldest first; with ``by`` those that this user submitted."""
+        chosen = {} if by is None else {"by": by}
+        return list(self._pages("/v1/jobs", "jobs", **chosen))
 
     def job(self, job: str) -> dict[str, Any]:
         """One job with its spec and attempts; by id, name or unique beginning."""
@@ -143,7 +115,7 @@ class Client:
 
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes: their slots, who holds them, and which are quarantined, with why."""
-        return list(self._get("/v1/nodes")["nodes"])
+        return list(self._pages("/v1/nodes", "nodes"))
 
     def quarantine(
         self, node: str, reason: str, by: str, seconds: float | None = None
@@ -198,7 +170,7 @@ class Client:
 
     def controls(self, job: str) -> list[dict[str, Any]]:
         """All that was asked of a job, oldest first."""
-        return list(self._get(_path(job, "controls"))["controls"])
+        return list(self._pages(_path(job, "controls"), "controls"))
 
     def answer(self, job: str, key: str) -> dict[str, Any]:
         """Wait for what becomes of a control, through restarts of the controller too."""
@@ -218,8 +190,14 @@ class Client:
         return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors)
 
     def records(self, job: str) -> dict[str, Any]:
-        """``{incidents, actions, contexts, newest_step}``."""
-        return self._get(_path(job, "records"))
+        """All ``{incidents, actions, contexts, newest_step}``."""
+        whole = self._get(_path(job, "records"))
+        page = whole
+        while page.get("more"):
+            page = self._get(_path(job, "records"), after=page["next"])
+            for kind in ("incidents", "actions", "contexts"):
+                whole[kind] += page[kind]
+        return {k: whole[k] for k in ("incidents", "actions", "contexts", "newest_step")}
 
     def logs(
         self, job: str, rank: int, attempt: int | None = None, offset: int = 0, wait: float = 0
@@ -273,6 +251,15 @@ class Client:
         timeout = TIMEOUT_S + float(params.get("wait", 0))
         return self._ask("GET", path, params=params, timeout=timeout)
 
+    def _pages(self, path: str, name: str, **params: Any) -> Iterator[dict[str, Any]]:
+        """The rows of all pages of a list."""
+        page = self._get(path, **params)
+        yield from page[name]
+        # A controller of before has no pages.
+        while (after := page.get("next")) is not None:
+            page = self._get(path, after=after, **params)
+            yield from page[name]
+
     def _control(
         self, job: str, kind: str, order: Mapping[str, Any], ask: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -290,16 +277,28 @@ class Client:
                 return dict(answer.json())
             except ValueError:
                 raise ServerError(f"{self.url} is no Octavo controller") from None
-        raise _error_of(answer, self.url)
+        raise error_of(answer, self.url)
 
     def _answer(
         self, method: str, path: str, *, repeatable: bool = False, **kwargs: Any
     ) -> httpx.Response:
-        """The response; where the host of our home runs, the controller's restart is waited for."""
+        """The response; where the host of our home runs, the controller's restart is waited for,
+        and where it was asked too often, until it may be asked again: it did nothing so far."""
         deadline = time.monotonic() + RESTART_S
+        patience = time.monotonic() + LONGEST_PAUSE_S
         while True:
             try:
-                return self._http.request(method, path, **kwargs)
+                answer = self._http.request(method, path, **kwargs)
+                pause = _pause_of(answer)
+                if pause is None:
+                    return answer
+                if time.monotonic() + pause > patience:
+                    raise TooManyRequestsError(
+                        f"the controller at {self.url} is asked too often; it answers again in "
+                        f"{pause:g} s"
+                    )
+                time.sleep(pause)
+                continue
             except httpx.HTTPError as error:
                 detail = str(error) or type(error).__name__
                 # A question may be asked twice; an order only if nobody can have heard it.
@@ -345,6 +344,14 @@ class Client:
             self._http.base_url = httpx.URL(server.url)
 
 
+def _pause_of(answer: httpx.Response) -> float | None:
+    """Seconds after which to ask again; None: this is an answer."""
+    if answer.status_code != 429:
+        return None
+    told = answer.headers.get("Retry-After", "")
+    return max(0.05, float(told)) if told.isascii() and told.isdigit() else 1.0
+
+
 def _path(job: str, *more: str) -> str:
     from urllib.parse import quote
 
@@ -355,22 +362,3 @@ def _node_path(node: str, what: str) -> str:
     from urllib.parse import quote
 
     return f"/v1/nodes/{quote(node, safe='')}/{what}"
-
-
-def _error_of(answer: httpx.Response, url: str) -> Exception:
-    try:
-        body = answer.json()
-        message, problems = str(body["error"]), list(body["problems"])
-    except (ValueError, KeyError, TypeError):
-        return ServerError(f"{url} answered {answer.status_code}, and not as a controller does")
-    if problems:
-        return SpecError([Problem.from_json(p) for p in problems])
-    kinds: dict[int, type[ClientError]] = {
-        401: NotAuthorizedError,
-        403: NotAuthorizedError,
-        404: NotFoundError,
-        409: RefusedError,
-        413: RefusedError,
-        422: RefusedError,
-    }
-    return kinds.get(answer.status_code, ServerError)(message)

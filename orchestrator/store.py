@@ -50,6 +50,7 @@ from orchestrator.store_controls import (
 from orchestrator.store_errors import passing_trouble
 from orchestrator.store_nodes import NodeRecords
 from orchestrator.store_numbers import numbers
+from orchestrator.store_pages import Pages
 from orchestrator.store_rows import (
     JobRow,
     UnknownJobError,
@@ -59,6 +60,7 @@ from orchestrator.store_rows import (
     job_row,
     page_of,
     set_state,
+    step_context,
     store_batch,
     stored_job,
     stored_spec,
@@ -93,6 +95,8 @@ class Store:
         add_missing_columns(self._engine)
         self.nodes = NodeRecords(self._write, self._read)
         """What is held against nodes."""
+        self.pages = Pages(self._read)
+        """What is there, a page at a time."""
 
     def close(self) -> None:
         self._engine.dispose()
@@ -498,17 +502,7 @@ class Store:
         """What supervisors knew beside step records, where it was unusual; oldest first."""
         with self._read() as db:
             rows = db.execute(page_of(contexts, job, 0, None)).mappings()
-            return [
-                StepContext(
-                    attempt=row["attempt"],
-                    timeline=row["timeline"],
-                    step=row["step"],
-                    held=tuple(int(n) for n in row["held"].split(",") if n),
-                    decides=bool(row["decides"]),
-                    ended=bool(row["ended"]),
-                )
-                for row in rows
-            ]
+            return [step_context(row) for row in rows]
 
     def history(self, job: str) -> JobHistory:
         """All of a job's past but its per-tensor statistics."""

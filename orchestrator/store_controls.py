@@ -78,9 +78,20 @@ def stored_control(db: Connection, job: str, key: str) -> ControlRow | None:
     return None if row is None else _control_row(row)
 
 
-def stored_controls(db: Connection, job: str) -> list[ControlRow]:
-    """All of a job, oldest first."""
+def stored_controls(
+    db: Connection, job: str, after: str | None = None, limit: int | None = None
+) -> list[ControlRow]:
+    """Those of a job, oldest first: all, or ``limit`` after the one with the key ``after``, for
+    which ``UnknownControlError`` is raised where there is none."""
     query = sa.select(controls).where(controls.c.job == job).order_by(controls.c.id)
+    if after is not None:
+        key = sa.and_(controls.c.job == job, controls.c.key == after)
+        at = db.execute(sa.select(controls.c.id).where(key)).scalar_one_or_none()
+        if at is None:
+            raise UnknownControlError(job, after)
+        query = query.where(controls.c.id > at)
+    if limit is not None:
+        query = query.limit(limit)
     return [_control_row(row) for row in db.execute(query).mappings()]
 
 

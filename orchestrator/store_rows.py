@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection, RowMapping
 
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.notices import answered
-from orchestrator.protocol import EventDraft, NodeSlot, SupervisorBatch
+from orchestrator.protocol import EventDraft, NodeSlot, StepContext, SupervisorBatch
 from orchestrator.spec import JobSpec
 from orchestrator.store_controls import answer_controls, answer_the_rest
 from orchestrator.store_tables import actions, attempts, contexts, events, incidents, jobs, steps
@@ -110,6 +110,18 @@ def job_row(row: RowMapping) -> JobRow:
     values["spec"] = stored_spec(row["spec"])
     values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
     return JobRow(**values)
+
+
+def step_context(row: RowMapping) -> StepContext:
+    """The row of ``contexts`` as a value."""
+    return StepContext(
+        attempt=row["attempt"],
+        timeline=row["timeline"],
+        step=row["step"],
+        held=tuple(int(n) for n in row["held"].split(",") if n),
+        decides=bool(row["decides"]),
+        ended=bool(row["ended"]),
+    )
 
 
 def begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> bool:

@@ -9,17 +9,34 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from httpx import Response
 
+from monitoring.records import Incident
 from orchestrator.api_guard import BODY_LIMIT
 from orchestrator.api_logs import read_log
+from orchestrator.api_problems import ProblemDetails
+from orchestrator.client import Client
+from orchestrator.home import Home
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.protocol import EventDraft, SupervisorBatch
+from orchestrator.protocol import EventDraft, StepContext, SupervisorBatch
+from orchestrator.store_errors import StoreUnavailableError
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.test_store import step
 
 
 def spec(**changes: object) -> dict[str, object]:
     return {"name": "toy", "slots_per_node": 4, "parallelism": {"pipeline": 2}, **changes}
+
+
+def is_problem(answer: Response) -> bool:
+    """Whether it is an error as RFC 9457 has them."""
+    body = answer.json()
+    ProblemDetails.model_validate(body)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert body["status"] == answer.status_code
+    # What was there before there were problem details.
+    assert body["error"] == body["detail"] and isinstance(body["problems"], list)
+    return body["type"].startswith("urn:octavo:") and bool(body["title"])
 
 
 ROUTES = [
@@ -63,8 +80,7 @@ def test_no_route_answers_without_the_right_token(
     headers = {} if header is None else {"Authorization": header}
     answer = api.request(method, path, headers=headers)  # type: ignore[arg-type]
     assert answer.status_code == status
-    body = answer.json()
-    assert set(body) == {"error", "problems"}
+    assert is_problem(answer)
     assert "Traceback" not in answer.text and TOKEN not in answer.text
 
 
@@ -113,6 +129,39 @@ def test_a_dry_run_completes_and_stores_nothing(api: TestClient, plane: ControlP
     assert plane.store.jobs() == []
 
 
+def test_every_error_is_a_problem_whoever_gives_it(api: TestClient, plane: ControlPlane) -> None:
+    job = plane.submit()
+    told = {
+        "unknown-job": api.get("/v1/jobs/nobody"),
+        "unknown-control": api.get(f"/v1/jobs/{job}/controls/none"),
+        "unknown-node": api.post("/v1/nodes/none/release"),
+        "not-found": api.get("/v1/nothing"),
+        "method-not-allowed": api.delete("/v1/jobs"),
+        "conflict": api.post(f"/v1/jobs/{job}/resume"),
+        "request-invalid": api.post(f"/v1/jobs/{job}/rollback", json={"to_step": "x"}),
+        "spec-invalid": api.post("/v1/jobs:validate", json={"spec": {}}),
+        "wrong-media-type": api.post("/v1/jobs", content=b"spec: {}"),
+    }
+    for kind, answer in told.items():
+        assert is_problem(answer) and answer.json()["type"] == f"urn:octavo:{kind}"
+    assert "GET" in told["method-not-allowed"].headers["allow"]
+    (problem,) = told["request-invalid"].json()["problems"]
+    assert problem["key"] == "body.to_step" and problem["message"]
+    assert "send it as application/json" in told["wrong-media-type"].json()["detail"]
+
+
+def test_a_store_that_can_not_be_used_is_told_as_passing(
+    api: TestClient, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(*_: object) -> None:
+        raise StoreUnavailableError("the store can't be used for now: database is locked")
+
+    monkeypatch.setattr(plane.store.pages, "jobs", locked)
+    answer = api.get("/v1/jobs")
+    assert answer.status_code == 503 and is_problem(answer)
+    assert answer.headers["retry-after"] == "1"
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -157,10 +206,10 @@ def test_a_job_goes_by_id_name_or_unique_beginning(api: TestClient, plane: Contr
 def test_an_exception_is_an_answer_without_a_traceback(
     api: TestClient, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(plane.store, "jobs", broken)
+    monkeypatch.setattr(plane.store.pages, "jobs", broken)
     answer = api.get("/v1/jobs")
     assert answer.status_code == 500
     assert "RuntimeError" in answer.json()["error"]
@@ -247,7 +296,7 @@ def test_a_rank_that_the_job_does_not_have_and_a_parameter_nobody_reads_are_refu
     unread = api.get(path, params={"lines": -5})
     assert unread.status_code == 422
     assert "no parameter is called 'lines' here; it has attempt, offset" in unread.json()["error"]
-    assert api.get("/v1/jobs", params={"state": "failed"}).status_code == 422
+    assert api.get("/v1/jobs", params={"states": "failed"}).status_code == 422
     assert api.get("/healthz").status_code == 200
 
 
@@ -264,3 +313,72 @@ def test_a_log_is_never_cut_inside_a_character(tmp_path: Path) -> None:
         assert end == len(data)
     file.write_bytes(b"\xff\x80\x80\x80\x80\x80")
     assert read_log(file, 0)[1] == 6
+
+
+def test_jobs_come_in_pages_that_stay_right_while_others_are_submitted(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    made = [plane.submit(f"job{n}", by="alice" if n % 2 else "bob") for n in range(5)]
+    first = api.get("/v1/jobs", params={"limit": 2}).json()
+    assert [job["id"] for job in first["jobs"]] == made[:2]
+    plane.controller.cancel(made[0], "enough")
+    late = plane.submit("late")
+    second = api.get("/v1/jobs", params={"limit": 2, "after": first["next"]}).json()
+    last = api.get("/v1/jobs", params={"limit": 2, "after": second["next"]}).json()
+    assert [j["id"] for page in (second, last) for j in page["jobs"]] == [*made[2:], late]
+    assert last["next"] is None
+    mine = api.get("/v1/jobs", params={"by": "alice"}).json()["jobs"]
+    assert [job["id"] for job in mine] == [made[1], made[3]]
+    ended = api.get("/v1/jobs", params={"state": ["cancelled", "failed"]}).json()["jobs"]
+    assert [job["id"] for job in ended] == made[:1]
+    assert api.get("/v1/jobs", params={"after": "nobody"}).status_code == 422
+    assert api.get("/v1/jobs", params={"limit": 5001}).status_code == 422
+
+
+def test_records_come_in_pages_of_each_kind(api: TestClient, plane: ControlPlane) -> None:
+    job = running(plane)
+    rows = [
+        Incident("loss_spike", "loss_spike", 1, 0, n, n, 5.0, f"number {n}").to_json()
+        for n in range(5)
+    ]
+    contexts = tuple(StepContext(1, 0, n, (n,)) for n in range(3))
+    plane.controller.report(job, 1, SupervisorBatch(1, incidents=tuple(rows), contexts=contexts))
+    path = f"/v1/jobs/{job}/records"
+    seen, places, after = [], [], "0.0.0"
+    while True:
+        page = api.get(path, params={"limit": 2, "after": after}).json()
+        seen += [row["message"] for row in page["incidents"]]
+        places += [row["step"] for row in page["contexts"]]
+        after = page["next"]
+        if not page["more"]:
+            break
+    assert (seen, places) == ([f"number {n}" for n in range(5)], [0, 1, 2])
+    alone = api.get(f"/v1/jobs/{job}/incidents", params={"limit": 3}).json()
+    rest = api.get(f"/v1/jobs/{job}/incidents", params={"after": alone["next"]}).json()
+    assert [r["message"] for p in (alone, rest) for r in p["incidents"]] == seen
+
+
+def test_more_listeners_that_wait_than_there_are_threads_hold_up_nobody(
+    home: Home, plane: ControlPlane
+) -> None:
+    job = running(plane)
+    server = home.server()
+    assert server is not None
+    client = Client.of_home(home)
+    newest = client.events(job)["next"]
+    heard: list[str] = []
+
+    def listen() -> None:
+        page = Client.of_home(home).events(job, newest, 30)
+        heard.extend(event["message"] for event in page["events"])
+
+    threads = [threading.Thread(target=listen, daemon=True) for _ in range(60)]
+    for thread in threads:
+        thread.start()
+    # An answer while all of them wait: with a thread each, this one would wait for theirs.
+    assert client.job(job)["id"] == job and heard == []
+    told = EventDraft("told", 5.0, "news", {})
+    plane.controller.report(job, 1, SupervisorBatch(1, events=(told,)))
+    for thread in threads:
+        thread.join(30)
+    assert heard == ["news"] * 60

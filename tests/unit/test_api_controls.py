@@ -19,6 +19,7 @@ from orchestrator.home import Home
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
+from tests.unit.test_api import is_problem
 from tests.unit.test_store import step
 
 
@@ -123,7 +124,7 @@ def test_what_can_not_be_is_refused_and_not_stored(
     job = running(plane)
     refused = api.post(f"/v1/jobs/{job}/{path}", json=body)
     assert refused.status_code == status and told in refused.json()["error"]
-    assert set(refused.json()) == {"error", "problems"}
+    assert is_problem(refused)
     assert plane.store.controls(job) == []
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.api import job_json
+from orchestrator.api_jobs import job_json
 from orchestrator.cli import call
 from orchestrator.cli_close import conclude, could_go_on
 from orchestrator.cli_show import Output, print_jobs
