@@ -5,7 +5,8 @@ first step comes seconds earlier. A claimed worker belongs to the claimer, whate
 becomes of the controller.
 
 Promises: a worker is claimed by one claimer only; the pool keeps nothing in memory that a
-restarted controller would miss, the actors' names are its records.
+restarted controller would miss, the actors' names are its records. So are those of a job's own
+idle workers, which outlive its supervisor for the next one (``orphans``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 NAMESPACE = "octavo"
 ANSWER_S = 5.0
 """Seconds that a worker may take to answer; one that still imports doesn't."""
+PING_S = 0.5
+"""The same where a restart waits for it."""
 REFILL_AFTER_S = 30.0
 """Seconds between a claim and its replacement: the job that starts needs the cores."""
 
@@ -66,6 +69,34 @@ def claim(node_id: str, owner: Any) -> Any:
         except ray.exceptions.RayError as error:
             logger.info("a standby worker does not answer: %s", error)
     return None
+
+
+def orphans(job: str, owner: Any, answer_s: float = PING_S) -> list[Any]:
+    """The job's idle workers of a supervisor before ``owner``, from now on ``owner``'s.
+
+    Those that don't answer (they still import, or they hang) are ended.
+    """
+    import ray
+
+    asked = {actor.adopt.remote(owner): actor for actor in _named(job_prefix(job))}
+    if not asked:
+        return []
+    ray.wait(list(asked), num_returns=len(asked), timeout=answer_s)
+    adopted = []
+    for reference, actor in asked.items():
+        try:
+            if ray.get(reference, timeout=0):
+                adopted.append(actor)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(actor, no_restart=True)
+        except ray.exceptions.RayError as error:
+            logger.info("a worker of the supervisor before is gone: %s", error)
+    return adopted
+
+
+def job_prefix(job: str) -> str:
+    """How the names of a job's own workers begin."""
+    return f"octavo-worker-{job}-"
 
 
 class StandbyPool:
@@ -134,11 +165,16 @@ def _prefix(node_id: str) -> str:
 
 def _workers(node_id: str) -> list[Any]:
     """The workers that were started as standby on a node, claimed ones included."""
+    return _named(_prefix(node_id))
+
+
+def _named(prefix: str) -> list[Any]:
+    """The living actors whose names begin so."""
     import ray
 
     actors = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(_prefix(node_id)):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
             try:
                 actors.append(ray.get_actor(entry["name"], namespace=NAMESPACE))
             except ValueError:  # it ended meanwhile

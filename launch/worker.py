@@ -1,7 +1,8 @@
 """One rank's process: a Ray actor that imports ahead of time and then runs one attempt.
 
 A *standby* is a worker whose imports are done and that has no rank yet; it builds an
-engine in under a second. Promises: a worker whose owner (supervisor) is dead ends itself;
+engine in under a second. Promises: a worker whose owner (supervisor) is dead ends itself, at once
+if it has a rank, and without one after ``ORPHAN_S``, in which the next supervisor may take it over;
 an error of the loop is the error of ``run``, with the rank in its message; what the rank
 prints and logs is in ``<job_dir>/logs/attempt-N/rank-R.log``. A worker runs one attempt:
 DeepSpeed and torch.distributed leave traces in a process, so the next attempt gets
@@ -30,6 +31,7 @@ from launch.allocator import keep_freed_memory
 from launch.background import run_politely
 from launch.commands import Assignment, Command, RankResult, Report
 from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
+from launch.lifeline import depend_on
 from launch.mailbox import CommandRefusedError, Mailbox
 from launch.snapshots import SnapshotError
 from launch.stacks import write_stacks_at_signal
@@ -39,6 +41,9 @@ IDLE_WATCH_INTERVAL_S = 10.0
 """Of a worker without a rank, which is in nobody's way."""
 OWNER_ABSENCE_S = 60.0
 """How long an owner may be unreachable, without being known to be dead."""
+ORPHAN_S = 15.0
+"""How long an idle worker waits for the next supervisor of its job."""
+ADOPTION_POLL_S = 0.2
 REPORT_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -111,10 +116,23 @@ class Worker:
         self._watch(owner)
         return True
 
+    def adopt(self, owner: Any) -> bool:
+        """Become ``owner``'s, the job's next supervisor; False if there is or was a rank here."""
+        with self._claiming:
+            if self._mailbox is not None:
+                return False
+            self._claimed = True
+        self._watch(owner)
+        return True
+
     def run(
-        self, assignment: Assignment, supervisor: Any, keepers: KeeperHandles = NO_KEEPERS
+        self,
+        assignment: Assignment,
+        supervisor: Any,
+        keepers: KeeperHandles = NO_KEEPERS,
+        lifeline: tuple[str, int] | None = None,
     ) -> RankResult:
-        """Run the whole attempt of one rank.
+        """Run the whole attempt of one rank; ``lifeline``: the supervisor's.
 
         Raises SnapshotError when the state to start from can't be used, RankFailedError
         for everything else that the loop raised.
@@ -127,6 +145,8 @@ class Worker:
             raise RuntimeError("this worker has run an attempt already")
         self._mailbox = Mailbox(assignment.attempt)
         self._watch(supervisor)
+        if lifeline is not None:
+            depend_on(lifeline, lambda: _exit("the supervisor's process is gone"))
         os.environ.update(assignment.envs)
         _bind_gloo(ray.util.get_node_ip_address())
 
@@ -168,16 +188,26 @@ class Worker:
 
         seen = time.monotonic()
         while True:
+            owner = self._watched
             try:
-                ray.get(self._watched.ping.remote(), timeout=OWNER_ABSENCE_S)
+                ray.get(owner.ping.remote(), timeout=OWNER_ABSENCE_S)
                 seen = time.monotonic()
             except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
                 # Out of reach or overworked is not dead, for a while.
                 if time.monotonic() - seen > OWNER_ABSENCE_S:
-                    _exit("the owner has been out of reach for too long")
+                    self._end_unless_adopted(owner, "has been out of reach for too long")
+                    seen = time.monotonic()
             except ray.exceptions.RayError as error:
-                _exit(f"the owner is gone: {type(error).__name__}")
+                self._end_unless_adopted(owner, f"is gone: {type(error).__name__}")
             time.sleep(IDLE_WATCH_INTERVAL_S if self._mailbox is None else WATCH_INTERVAL_S)
+
+    def _end_unless_adopted(self, owner: Any, why: str) -> None:
+        """End this process, which has lost ``owner``, unless it is, or soon gets, another's."""
+        deadline = time.monotonic() + ORPHAN_S
+        while self._watched is owner:
+            if self._mailbox is not None or time.monotonic() > deadline:
+                _exit(f"the owner {why}")
+            time.sleep(ADOPTION_POLL_S)
 
 
 def _exit(why: str) -> None:

@@ -25,6 +25,7 @@ from launch import standby
 from launch.commands import Assignment, Command
 from launch.keeper import Inventory
 from launch.keeper_clients import KeeperHandles
+from launch.lifeline import Lifeline
 from launch.node_calls import Answers, Call, call_all, named_actor
 from launch.process_end import GONE_S, end_processes
 from launch.rank_errors import in_one_line
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
 """Seconds that a keeper or a node may take to answer."""
-PING_S = 0.5
-"""Seconds that idle workers may take to say that they live."""
 
 
 @dataclass(eq=False)
@@ -71,6 +70,8 @@ class WorkerGroup:
 
         ``on_change`` is called, from a thread of Ray's, when a worker is ready or a rank ends.
         """
+        import ray
+
         self._job = job
         self._owner = owner
         self._on_gpu = on_gpu
@@ -89,6 +90,7 @@ class WorkerGroup:
         """Each node's keeper, of all nodes that this group has been on."""
         self._ends: dict[int, RankEnd] = {}
         self._on_change = on_change
+        self._lifeline = Lifeline(ray.util.get_node_ip_address())
         self._settled: set[Any] = set()
         """References whose answer is here. Ray tells of them: asking it fifty times a second
         cost a supervisor more than all its records did."""
@@ -99,6 +101,7 @@ class WorkerGroup:
         self._settled.clear()
         if not self._keepers:
             self._end_strangers(seats)
+            self._adopt_orphans()
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
         self._keepers |= {seat.node_id: seat.keeper for seat in seats}
         self._standby = _living(self._standby)
@@ -147,7 +150,9 @@ class WorkerGroup:
                 nbytes=max(holding.values(), default=0),
                 held_nbytes=own.total_nbytes if own is not None else 0,
             )
-            worker.run = worker.actor.run.remote(assignment, self._owner, handles)
+            worker.run = worker.actor.run.remote(
+                assignment, self._owner, handles, self._lifeline.where
+            )
             worker.log = str(assignment.log_path)
             self._follow(worker.run)
 
@@ -260,9 +265,10 @@ class WorkerGroup:
                 keeper.retain.remote(self._job, ranks)
 
     def close(self) -> None:
-        """End ranks and standby workers."""
+        """End ranks and standby workers; there can be no further attempt."""
         self._end_all([*self._ranks, *self._standby])
         self._ranks, self._standby = [], []
+        self._lifeline.close()
 
     def _follow(self, reference: Any) -> None:
         """Note when the reference has its answer."""
@@ -281,9 +287,21 @@ class WorkerGroup:
         actor = standby.claim(node_id, self._owner)
         return None if actor is None else _Worker(actor, node_id, actor.ready.remote())
 
+    def _adopt_orphans(self) -> None:
+        """Take over the idle workers of a supervisor before this one."""
+        import ray
+
+        asked = {a.ready.remote(): a for a in standby.orphans(self._job, self._owner)}
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=standby.PING_S)
+        for reference, actor in asked.items():
+            with contextlib.suppress(Exception):  # it died this moment
+                info = ray.get(reference, timeout=0)
+                self._standby.append(_Worker(actor, info.node_id, reference, info))
+
     def _create(self, seat: Seat) -> _Worker:
         actor = standby.create_worker(
-            f"octavo-worker-{uuid.uuid4().hex}",
+            f"{standby.job_prefix(self._job)}{uuid.uuid4().hex[:12]}",
             seat.node_id,
             self._owner,
             on_gpu=self._on_gpu,
@@ -380,7 +398,9 @@ def _living(workers: Sequence[_Worker]) -> list[_Worker]:
         if ray.wait([worker.ready], timeout=0)[0]:
             # Ray tells of an idle actor's death only to who calls it.
             asked[worker.actor.ready.remote()] = worker
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=PING_S) if asked else ([], [])
+    done, _ = (
+        ray.wait(list(asked), num_returns=len(asked), timeout=standby.PING_S) if asked else ([], [])
+    )
     dead = []
     for reference in done:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,13 +31,21 @@ class IdleWorker:
 
     def __init__(self, owner: Any) -> None:
         self.commands: list[Command] = []
+        self.ran = False
 
     def ready(self) -> SimpleNamespace:
         context = ray.get_runtime_context()
         where = {"node_id": context.get_node_id(), "node_ip": "127.0.0.1", "hostname": "here"}
         return SimpleNamespace(**where, pid=os.getpid())
 
-    def run(self, assignment: Any, supervisor: Any, keepers: KeeperHandles) -> RankResult:
+    def adopt(self, owner: Any) -> bool:
+        return not self.ran
+
+    def run(
+        self, assignment: Any, supervisor: Any, keepers: KeeperHandles, lifeline: tuple[str, int]
+    ) -> RankResult:
+        self.ran = True
+        socket.create_connection(lifeline).close()
         if assignment.fault == "damaged":
             raise DamagedSnapshotError(assignment.rank, 20, "memory", "digest differs")
         if assignment.fault == "bug":
@@ -210,6 +219,19 @@ def test_standby_workers_take_the_ranks_of_the_next_attempt(group: WorkerGroup) 
     assert len(idle) == SLOTS and not idle & set(first)
     group.kill()
     assert set(launched(group)) == idle
+
+
+def test_idle_workers_of_a_supervisor_that_died_are_the_next_ones(group: WorkerGroup) -> None:
+    trained = launched(group)
+    group.fill_standby()
+    until(lambda: all(ray.wait([w.ready], timeout=0)[0] for w in group._standby))
+    idle = {ray.get(worker.ready).pid for worker in group._standby}
+    following = WorkerGroup(JOB, None, worker_class=IdleWorker)
+    try:
+        assert set(launched(following)) == idle, "and those that have a rank are not"
+        assert len(idle) == SLOTS and not idle & set(trained)
+    finally:
+        following.close()
 
 
 def test_a_standby_worker_that_died_is_not_taken(group: WorkerGroup) -> None:
