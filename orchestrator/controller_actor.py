@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from orchestrator.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)
 
+START_S = 180.0
+"""Seconds until a controller must answer: in a new environment every module is compiled."""
 CONCURRENCY = 32
 """Calls of supervisors at once; a slow one must not hold up the others."""
 
@@ -133,19 +136,49 @@ class ControllerActor:
         raise AssertionError("the last port either binds or raises")
 
 
-def start_controller(home: Home, supervisor: type | None = None) -> str:
+def start_controller(
+    home: Home, supervisor: type | None = None, *, timeout_s: float = START_S
+) -> str:
     """Start the controller of ``home`` on this process' Ray, or find it; returns its URL.
 
-    It stays on this node, where its store and its address are, through all its restarts.
+    It stays on this node, where its store and its address are, through all its restarts. One that
+    Ray still knows of a node that is lost is replaced. Raises TimeoutError.
     """
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = _known_controller()
+        actor = _new_controller(home, supervisor) if found is None else found
+        try:
+            left = max(0.0, deadline - time.monotonic())
+            return str(ray.get(actor.url.remote(), timeout=left))
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(
+                f"the controller of {home.path} did not answer in {timeout_s:.0f} s; Ray's logs of "
+                "it (worker-*.err of its session) say why"
+            ) from None
+        except ray.exceptions.ActorDiedError:
+            # Its name is free again within a moment. What fails anew would fail for ever.
+            if found is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _known_controller() -> Any | None:
+    import ray
+
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
+    return None
+
+
+def _new_controller(home: Home, supervisor: type | None) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    with contextlib.suppress(ValueError):
-        found = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
-        return str(ray.get(found.url.remote()))
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor: Any = (
+    return (
         ray.remote(ControllerActor)
         .options(
             name=CONTROLLER_ACTOR,
@@ -154,11 +187,12 @@ def start_controller(home: Home, supervisor: type | None = None) -> str:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=CONCURRENCY,
+            # Of two that find none, one makes it.
+            get_if_exists=True,
             scheduling_strategy=here,
         )
         .remote(str(home.path), supervisor)
     )
-    return str(ray.get(actor.url.remote()))
 
 
 def _supervisor_class() -> type:

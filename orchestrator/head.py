@@ -27,6 +27,7 @@ from orchestrator.redis_tables import PASSWORD_VARIABLE, RedisError, RedisTables
 
 RECONNECT_S = 300
 """Seconds that hosts wait for a head that is away before they give themselves up."""
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 PAUSE_S = (0.1, 5.0)
 """Shortest and longest pause before a GCS is started again."""
 STEADY_S = 30.0
@@ -161,9 +162,10 @@ def lasting_tables(
         gcs = LastingGcs(again, given_up=given_up)
         return first[0]._replace(process=gcs)
 
-    before = {name: os.environ.get(name) for name in (*tables.environment(), PASSWORD_VARIABLE)}
+    ours = {RECONNECT_VARIABLE: str(RECONNECT_S), **tables.environment()}
+    before = {name: os.environ.get(name) for name in (*ours, PASSWORD_VARIABLE)}
     os.environ.pop(PASSWORD_VARIABLE, None)
-    os.environ.update(tables.environment())
+    os.environ.update(ours)
     node.get_session_key_from_storage, services.start_ray_process = with_password, lasting
     try:
         yield

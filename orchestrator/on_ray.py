@@ -4,10 +4,12 @@
     python -m orchestrator.on_ray HOME --address HOST:PORT [--listen ADDRESS] [--hosts N]
 
 Run the second on the host where the controller is to live, which is the one that the store is
-on: as a rule Ray's head. It ends when the controller answers, and says where. Promises: a
-controller that runs already is found, not doubled; with ``--hosts`` it waits until so many have
-joined; a home that is new gets a controller that waits for nodes rather than fail what exceeds
-those there are, for a host that is lost may come back.
+on: as a rule Ray's head. It ends when the controller answers, and says where. With Ray's tables in
+a Redis (``orchestrator.head``) the head may be lost and started again; a controller on another host
+then lives on, and one on the head is started again like this, and the jobs go on either way.
+Promises: a controller that runs already is found, not doubled; with ``--hosts`` it waits until so
+many have joined; a home that is new gets a controller that waits for nodes rather than fail what
+exceeds those there are, for a host that is lost may come back.
 ``CLUSTER_ENVIRONMENT`` is what every ``ray start`` of such a cluster should have; its token is
 Ray's own, the same on every host (`ray get-auth-token --generate`, ~/.ray/auth_token, 0600).
 """
@@ -22,6 +24,7 @@ import socket
 import time
 from pathlib import Path
 
+from orchestrator.head import RECONNECT_S, RECONNECT_VARIABLE
 from orchestrator.home import Home, HomeConfig
 
 JOIN_TIMEOUT_S = 120.0
@@ -41,6 +44,8 @@ CLUSTER_ENVIRONMENT = {
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "5",
+    # How long a host waits for a head that is away, before it gives itself up.
+    RECONNECT_VARIABLE: str(RECONNECT_S),
 }
 
 
