@@ -79,6 +79,11 @@ class RankLogFiles:
                 return Read(tuple(lines), _place(own, end))
         return Read((), place)
 
+    def begun(self) -> float | None:
+        """When the oldest line that is still there was written; None where none says so."""
+        files = self._files()
+        return _time_at(files[0][1], 0, _size(files[0][1])) if files else None
+
     def since(self, moment: float) -> int:
         """The place of the first line written at ``moment`` (seconds since the epoch) or later;
         the end where there is none."""
@@ -97,14 +102,18 @@ class RankLogFiles:
     def last(self, count: int) -> int:
         """The place from which the last ``count`` lines are read; the oldest there is where
         there are fewer."""
-        place = 0
+        return self.back(count)[0]
+
+    def back(self, count: int) -> tuple[int, int]:
+        """``last(count)``, and how many lines there are from there, up to that many."""
+        place = found = 0
         for own, path in reversed(self._files()):
-            start, found = _back(path, count)
+            start, more = _back(path, count - found)
             place = _place(own, start)
+            found += more
             if found >= count:
                 break
-            count -= found
-        return place
+        return place, found
 
     def _files(self) -> list[tuple[int, Path]]:
         """(number, path), oldest first. The last one is written to."""
@@ -133,6 +142,29 @@ def attempts_of(logs: Path) -> list[int]:
     """Attempts that have a folder in a job's ``logs``, oldest first."""
     numbers = (folder.name.removeprefix("attempt-") for folder in logs.glob("attempt-*"))
     return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
+
+
+def start_since(logs: Path, rank: int, moment: float) -> tuple[int, int]:
+    """(attempt, place) of a rank's first line from ``moment`` on, in a job's ``logs``; the end of
+    the newest attempt's where there is none, (0, 0) where there is no log."""
+    attempt = 0
+    for attempt in reversed(attempts_of(logs)):
+        begun = RankLogFiles(logs / f"attempt-{attempt}", attempt, rank).begun()
+        if begun is not None and begun < moment:
+            break
+    files = RankLogFiles(logs / f"attempt-{attempt}", attempt, rank)
+    return attempt, files.since(moment)
+
+
+def start_of_last(logs: Path, rank: int, count: int) -> tuple[int, int]:
+    """(attempt, place) from which a rank's last ``count`` lines of all attempts are read."""
+    start = (0, 0)
+    for attempt in reversed(attempts_of(logs)):
+        place, found = RankLogFiles(logs / f"attempt-{attempt}", attempt, rank).back(count)
+        start, count = (attempt, place), count - found
+        if count <= 0:
+            break
+    return start
 
 
 def _sealed(path: Path) -> list[tuple[int, Path]]:

@@ -3,9 +3,9 @@
 A *standby* is a worker whose imports are done and that has no rank yet; it builds an
 engine in under a second. Promises: a worker whose owner (supervisor) is dead ends itself, at once
 if it has a rank, and without one after ``ORPHAN_S``, in which the next supervisor may take it over;
-an error of the loop is the error of ``run``, with the rank in its message; what the rank
-prints and logs is in ``<job_dir>/logs/attempt-N/rank-R.log``. A worker runs one attempt:
-DeepSpeed and torch.distributed leave traces in a process, so the next attempt gets
+an error of the loop is the error of ``run``, with the rank in its message; what the rank prints and
+logs is in ``<job_dir>/logs/attempt-N/rank-R.log``, as ``launch.rank_log`` writes it. A worker runs
+one attempt: DeepSpeed and torch.distributed leave traces in a process, so the next attempt gets
 another one.
 
 On GPU the device is the local rank's and collectives go over NCCL; written after the
@@ -21,11 +21,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from launch.allocator import keep_freed_memory
 from launch.background import run_politely
@@ -33,6 +32,7 @@ from launch.commands import Assignment, Command, RankResult, Report
 from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.lifeline import depend_on
 from launch.mailbox import CommandRefusedError, Mailbox
+from launch.rank_log import rank_log
 from launch.snapshots import SnapshotError
 from launch.stacks import write_stacks_at_signal
 
@@ -158,8 +158,10 @@ class Worker:
                 # train from here on nobody would record.
                 _exit(f"the supervisor is gone: {type(error).__name__}")
 
-        with _logging_to(assignment.log_path):
+        with rank_log(assignment.log_path, assignment.attempt, assignment.rank) as log:
             loop = TrainingLoop(assignment, self._mailbox, deliver, stores_of(keepers))
+            if log is not None:
+                log.step = lambda: loop.step
             try:
                 return loop.run()
             except SnapshotError:
@@ -246,52 +248,3 @@ def _bind_gloo(node_ip: str) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-@contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Send this process' output, C libraries' included, and all log records to ``path``.
-
-    If it can't be opened, the output stays where it was and training goes on.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        logger.warning("%s can't be written: %s", path, error)
-        yield
-        return
-    handler = logging.StreamHandler(log)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    level = root.level
-    with log, _output_to(log):
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            root.removeHandler(handler)
-            root.setLevel(level)
-
-
-@contextmanager
-def _output_to(log: TextIO) -> Iterator[None]:
-    """File descriptors 1 and 2 → ``log``, and back."""
-    kept = {number: os.dup(number) for number in (1, 2)}
-    try:
-        _flush_output()
-        for number in kept:
-            os.dup2(log.fileno(), number)
-        yield
-    finally:
-        _flush_output()
-        for number, copy in kept.items():
-            os.dup2(copy, number)
-            os.close(copy)
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()

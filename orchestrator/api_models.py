@@ -112,6 +112,15 @@ _CONTROL: dict[str, Any] = {
     "step": 80,
     "answered_at": 1796000050.4,
 }
+_LOG_LINE = {
+    "time": 1796000040.5,
+    "level": "INFO",
+    "attempt": 1,
+    "rank": 0,
+    "step": 119,
+    "logger": "launch.training",
+    "message": "ready",
+}
 _NODE: dict[str, Any] = {
     "node_id": "9f" * 28,
     "address": "10.0.0.1",
@@ -359,12 +368,29 @@ class IncidentPage(BaseModel):
     next: int = Field(description="`after` of the next page, which may still be empty.")
 
 
+class LogLineShown(BaseModel):
+    """One line of a rank's log."""
+
+    model_config = _example(_LOG_LINE)
+
+    time: float | None = Field(description="Of a line that has none, that of the line before.")
+    level: str = Field(
+        description="A level of Python's logging; STDOUT, STDERR: printed; OUTPUT: past Python."
+    )
+    attempt: int | None
+    rank: int | None
+    step: int | None
+    logger: str
+    message: str
+
+
 class LogPiece(BaseModel):
-    """A piece of a rank's log."""
+    """Lines of a rank's log."""
 
     model_config = _example(
         {
-            "text": "step 119 done\n",
+            "lines": [_LOG_LINE],
+            "text": "2026-11-30 06:00:40.500 INFO step 119 launch.training: ready\n",
             "offset": 4096,
             "attempt": 1,
             "rank": 0,
@@ -373,8 +399,9 @@ class LogPiece(BaseModel):
         }
     )
 
-    text: str
-    offset: int = Field(description="Byte at which the next piece begins.")
+    lines: list[LogLineShown]
+    text: str = Field(description="The same lines, for a person.")
+    offset: int = Field(description="Place at which the next piece begins.")
     attempt: int
     rank: int
     exists: bool = Field(description="The rank has written a log in this attempt.")

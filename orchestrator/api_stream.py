@@ -1,7 +1,7 @@
 """What happens to a job as server-sent events, for pages and programs that listen.
 
     GET /v1/jobs/{job}/stream       ?steps=&tensors=      events and steps; id ``<event>.<step>``
-    GET /v1/jobs/{job}/logs/stream  ?rank=&attempt=       a rank's log; id ``<attempt>.<offset>``
+    GET /v1/jobs/{job}/logs/stream  ?rank=&tail=&since=   a rank's log; id ``<attempt>.<place>``
 
 Promises: who connects again with the id that it saw last (``Last-Event-ID``, or ``?after=``) gets
 what followed, each once, in order; nothing is dropped however slow the reader, for everything is
@@ -22,9 +22,20 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Query
 from fastapi.concurrency import run_in_threadpool
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from launch.log_lines import LogLine
 from orchestrator.api_docs import told
 from orchestrator.api_find import Found
-from orchestrator.api_logs import AttemptNumber, LogPlace, Rank, log_page, log_place
+from orchestrator.api_logs import (
+    AttemptNumber,
+    LogPlace,
+    LogStart,
+    Rank,
+    Since,
+    Tail,
+    log_page,
+    log_piece,
+    log_place,
+)
 from orchestrator.api_wait import LOOK_S, Bell
 from orchestrator.controller import Controller
 from orchestrator.store_rows import JobRow, settled
@@ -84,8 +95,12 @@ def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) 
         place: tuple[int, int] = Depends(_place),
         rank: Rank = 0,
         attempt: AttemptNumber = None,
+        since: Since = None,
+        tail: Tail = None,
     ) -> LogPlace:
-        return log_place(row, rank, attempt, *place)
+        # Who connects again asks as before, and with a place.
+        asked = (None, None) if any(place) else (since, tail)
+        return log_place(row, rank, LogStart(attempt, *place, *asked))
 
     @app.get("/v1/jobs/{job}/logs/stream", response_class=EventSourceResponse, **sent_events)
     async def stream_logs(
@@ -93,15 +108,15 @@ def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) 
     ) -> AsyncIterator[ServerSentEvent]:
         """A rank's log as it is written, through the attempts."""
 
-        def read(at: LogPlace) -> tuple[JobRow, str, LogPlace]:
+        def read(at: LogPlace) -> tuple[JobRow, tuple[LogLine, ...], LogPlace]:
             now = store.job(row.id)
-            return now, *log_page(row, at)
+            return now, *log_page(now, at)
 
         while True:
-            now, text, after = await run_in_threadpool(read, place)
-            if text:
+            now, lines, after = await run_in_threadpool(read, place)
+            if lines:
                 place = after
-                piece = {"attempt": place.attempt, "rank": place.rank, "text": text}
+                piece = {"attempt": place.attempt, "rank": place.rank, **log_piece(lines)}
                 yield _sent("log", piece, f"{place.attempt}.{place.offset}")
             elif place.follows and place.attempt < now.attempt:
                 place = place.next()

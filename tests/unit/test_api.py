@@ -11,9 +11,9 @@ import pytest
 from fastapi.testclient import TestClient
 from httpx import Response
 
+from launch.log_lines import LogLine, written
 from monitoring.records import Incident
 from orchestrator.api_guard import BODY_LIMIT
-from orchestrator.api_logs import read_log
 from orchestrator.api_problems import ProblemDetails
 from orchestrator.client import Client
 from orchestrator.home import Home
@@ -300,19 +300,33 @@ def test_a_rank_that_the_job_does_not_have_and_a_parameter_nobody_reads_are_refu
     assert api.get("/healthz").status_code == 200
 
 
-def test_a_log_is_never_cut_inside_a_character(tmp_path: Path) -> None:
-    file = tmp_path / "log"
-    text = "a×b–€😀"
-    data = text.encode()
-    for size in range(len(data) + 1):
-        file.write_bytes(data[:size])
-        head, offset = read_log(file, 0)
-        file.write_bytes(data)
-        tail, end = read_log(file, offset)
-        assert head + tail == text
-        assert end == len(data)
-    file.write_bytes(b"\xff\x80\x80\x80\x80\x80")
-    assert read_log(file, 0)[1] == 6
+def test_a_log_is_read_from_its_end_and_from_a_time_on(
+    api: TestClient, plane: ControlPlane
+) -> None:
+    job = running(plane)
+    folder = Path(plane.store.job(job).job_dir) / "logs" / "attempt-1"
+    folder.mkdir(parents=True)
+    lines = [LogLine(f"line {n}", "INFO", 1000.0 + n, 1, 2, n, "test") for n in range(3)]
+    (folder / "rank-2.log").write_bytes(b"".join(map(written, lines)) + b"from C\n")
+    path = f"/v1/jobs/{job}/logs"
+    last = api.get(path, params={"rank": 2, "tail": 2}).json()
+    assert last["lines"] == [lines[2].to_json(), {**lines[2].to_json(), "level": "OUTPUT",
+                             "logger": "", "message": "from C"}]  # fmt: skip
+    assert last["text"] == "1970-01-01 00:16:42.000 INFO step 2 test: line 2\nfrom C\n"
+    since = api.get(path, params={"rank": 2, "since": 1001.0}).json()
+    assert [line["step"] for line in since["lines"]] == [1, 2, 2]
+    assert since["offset"] == last["offset"]
+    with (folder / "rank-2.log").open("a") as log:
+        log.write("half a line")
+    assert api.get(path, params={"rank": 2, "tail": 1, "offset": 5}).status_code == 422
+    new = api.get(path, params={"rank": 2, "offset": last["offset"]}).json()
+    assert new["text"] == "", "it is not complete"
+    ended = SupervisorBatch(1, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+    plane.controller.report(job, 1, ended)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    new = api.get(path, params={"rank": 2, "offset": last["offset"]}).json()
+    assert new["text"] == "half a line\n", "and never will be"
 
 
 def test_jobs_come_in_pages_that_stay_right_while_others_are_submitted(

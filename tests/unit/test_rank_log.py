@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch import log_files
-from launch.log_files import RankLogFiles, attempts_of
+from launch.log_files import RankLogFiles, attempts_of, start_of_last, start_since
 from launch.log_lines import MOST_MESSAGE, LogLine, read_line, written
 from launch.rank_log import RankLog, rank_log
 
@@ -224,6 +224,14 @@ def test_any_bytes_are_read_to_their_end(
     assert "".join(told) == "".join(lines)
 
 
+def test_a_line_longer_than_a_piece_is_cut_between_characters(tmp_path: Path) -> None:
+    for shift in range(4):
+        text = "a" * shift + "×€😀" * (log_files.PIECE // 8)
+        (tmp_path / "rank-3.log").write_text(text + "\n")
+        told = messages(files(tmp_path))
+        assert len(told) > 1 and "".join(told) == text
+
+
 def test_a_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "rank-3.log"
     path.write_text("whole\nhal")
@@ -281,6 +289,28 @@ def test_times_are_found_between_lines_that_have_none(tmp_path: Path) -> None:
     log = files(tmp_path)
     for n in (0, 1, 17, 49):
         assert log.read(log.since(1000.0 + n), 1).lines[0].message == f"line {n}"
+
+
+def test_lines_are_found_through_the_attempts_of_a_job(tmp_path: Path) -> None:
+    fill(tmp_path / "attempt-1" / "rank-3.log", 10)
+    fill(tmp_path / "attempt-2" / "rank-3.log", 4, begin=10)
+    (tmp_path / "attempt-3").mkdir()  # has not written yet
+
+    def read(start: tuple[int, int]) -> tuple[int, str]:
+        attempt, place = start
+        lines = RankLogFiles(tmp_path / f"attempt-{attempt}", attempt, 3).read(place).lines
+        return attempt, lines[0].message if lines else ""
+
+    assert read(start_of_last(tmp_path, 3, 2)) == (2, "line 12")
+    assert read(start_of_last(tmp_path, 3, 6)) == (1, "line 8")
+    assert read(start_of_last(tmp_path, 3, 99)) == (1, "line 0")
+    assert read(start_since(tmp_path, 3, 1011.5)) == (2, "line 12")
+    assert read(start_since(tmp_path, 3, 1004.0)) == (1, "line 4")
+    assert read(start_since(tmp_path, 3, 1010.0)) == (1, ""), "and a follower goes on with the next"
+    assert read(start_since(tmp_path, 3, 0.0)) == (1, "line 0")
+    assert (
+        start_since(tmp_path / "nowhere", 3, 0.0) == start_of_last(tmp_path / "x", 3, 1) == (0, 0)
+    )
 
 
 def test_attempts_are_those_that_have_a_folder(tmp_path: Path) -> None:
