@@ -44,6 +44,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.dependencies.models import Dependant
 
 from monitoring.prometheus import CONTENT_TYPE, exposition
+from orchestrator.api_access import Gate
 from orchestrator.api_controls import add_controls
 from orchestrator.api_docs import Reader, describe, told
 from orchestrator.api_find import Found
@@ -54,12 +55,14 @@ from orchestrator.api_models import Health
 from orchestrator.api_nodes import add_nodes
 from orchestrator.api_problems import Kind, RefusalError, add_errors
 from orchestrator.api_stream import add_streams
+from orchestrator.api_tokens import add_tokens
 from orchestrator.api_wait import Bell
 from orchestrator.controller import Controller
+from orchestrator.rate_limit import RateLimit
 
 
-def create_app(controller: Controller, token: str) -> FastAPI:
-    """The API of ``controller``; ``token``: of its home, an admin's."""
+def create_app(controller: Controller, token: str, rate: RateLimit | None = None) -> FastAPI:
+    """The API of ``controller``; ``token``: of its home, an admin's; ``rate``: of each token."""
     app = FastAPI(
         title="Octavo",
         version=version("octavo"),
@@ -67,7 +70,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
         redoc_url=None,
         dependencies=[Depends(_known_parameters)],
     )
-    app.add_middleware(Guard, token=token)
+    app.add_middleware(Guard, gate=Gate(token, controller.store.tokens, rate))
     add_errors(app)
     found, bell = Found(controller.store), Bell(controller)
     _add_service(app, controller)
@@ -76,6 +79,7 @@ def create_app(controller: Controller, token: str) -> FastAPI:
     add_streams(app, controller, found, bell)
     add_controls(app, controller, found, bell)
     add_nodes(app, controller)
+    add_tokens(app, controller.store)
     describe(app)
     return app
 

@@ -1,49 +1,60 @@
-"""What every request passes first: its token, and the form and size of its body."""
+"""What every request passes first: its token, how often that asks, the form and size of its body.
+
+Promises: nothing behind it runs for who has no token that is known; a body is read up to its limit
+at most; a stream ends within ``LOOK_S`` after its token has. No token is in a log.
+"""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Mapping
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from orchestrator.access import HOME, Caller, Role
-from orchestrator.api_problems import MEDIA_TYPE, Kind, problem_body
+from fastapi.concurrency import run_in_threadpool
+
+from orchestrator.access import Caller
+from orchestrator.api_access import Denied, Gate
+from orchestrator.api_problems import MEDIA_TYPE, STORE_RETRY_S, Kind, problem_body
+from orchestrator.store_errors import StoreUnavailableError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+logger = logging.getLogger(__name__)
+
 BODY_LIMIT = 1024 * 1024
 """Bytes of a request's body at most; job files have a few kilobytes."""
-
+LOOK_S = 5.0
+"""Seconds between two looks at whether the token of a stream is still in force."""
 
 GUARDED = ("/v1", "/metrics")
-"""Beginnings of the paths that want the token."""
+"""Beginnings of the paths that want a token."""
 
 
 class Guard:
-    """Refuses requests to ``GUARDED`` paths without the token, and bodies above ``BODY_LIMIT``."""
+    """Refuses requests to ``GUARDED`` paths that ``gate`` doesn't let in, and bodies that are above
+    ``BODY_LIMIT`` or aren't JSON."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
-        self._token = token.encode()
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
+        token = ""
         if scope["path"].startswith(GUARDED):
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not given.strip():
-                challenge = {"WWW-Authenticate": "Bearer"}
-                told = "this needs the controller's bearer token"
-                await _refuse(send, Kind.TOKEN_MISSING, told, challenge)
+            given = headers.get(b"authorization", b"").decode("latin-1")
+            found = await self._enter(given, (scope.get("client") or ("somebody", 0))[0])
+            if isinstance(found, Denied):
+                await _deny(send, found)
                 return
-            # In constant time, so that the token can't be found out letter by letter.
-            if not hmac.compare_digest(given.strip(), self._token):
-                await _refuse(send, Kind.TOKEN_REFUSED, "the token is not this controller's")
-                return
-            scope["caller"] = Caller(HOME, Role.ADMIN, HOME)
+            token = given.partition(" ")[2].strip()
+            scope["caller"] = found
         too_large = f"the body is above {BODY_LIMIT} bytes"
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > BODY_LIMIT:
@@ -59,7 +70,46 @@ class Guard:
             told = f"the body is {shown}: send it as application/json"
             await _refuse(send, Kind.WRONG_MEDIA_TYPE, told, {"Accept": "application/json"})
             return
-        await self._app(scope, _replay(body, receive), send)
+        held = _Held(body, receive, lambda: not token or self._known(token))
+        await self._app(scope, held.receive, send)
+        if held.cut:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _enter(self, authorization: str, address: str) -> Caller | Denied:
+        try:
+            # In a thread: the store may have to be read.
+            return await run_in_threadpool(self._gate.enter, authorization, address)
+        except StoreUnavailableError as error:
+            logger.error("a token can't be looked up: %s", error)
+            return Denied(Kind.STORE_UNAVAILABLE, str(error), STORE_RETRY_S)
+
+    def _known(self, token: str) -> bool:
+        try:
+            return isinstance(self._gate.whose(token), Caller)
+        except StoreUnavailableError:
+            return True
+
+
+class _Held:
+    """The body that was read, and then what comes of the connection, or its end when ``known``
+    says that the token is no more."""
+
+    def __init__(self, body: bytes, receive: Receive, known: Callable[[], bool]) -> None:
+        self._pending = [body]
+        self._receive = receive
+        self._known = known
+        self.cut = False
+
+    async def receive(self) -> Message:
+        if self._pending:
+            return {"type": "http.request", "body": self._pending.pop(), "more_body": False}
+        while not self.cut:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    return await self._receive()
+            except TimeoutError:
+                self.cut = not self._known()
+        return {"type": "http.disconnect"}
 
 
 def _is_json(content_type: bytes) -> bool:
@@ -83,15 +133,13 @@ async def _read_body(receive: Receive) -> bytes | None:
             return bytes(body)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    pending = [body]
-
-    async def again() -> Message:
-        if pending:
-            return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        return await receive()
-
-    return again
+async def _deny(send: Send, denied: Denied) -> None:
+    headers = {}
+    if denied.kind is Kind.TOKEN_MISSING:
+        headers["WWW-Authenticate"] = "Bearer"
+    if denied.retry_s:
+        headers["Retry-After"] = str(math.ceil(denied.retry_s))
+    await _refuse(send, denied.kind, denied.detail, headers)
 
 
 async def _refuse(

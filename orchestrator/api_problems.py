@@ -38,6 +38,7 @@ from orchestrator.store_controls import (
 from orchestrator.store_errors import StoreUnavailableError
 from orchestrator.store_pages import AmbiguousJobError
 from orchestrator.store_rows import UnknownJobError
+from orchestrator.store_tokens import TokenConflictError, UnknownTokenError
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(ControlConflictError)
     @app.exception_handler(ControlRefusedError)
     @app.exception_handler(SubmitConflictError)
+    @app.exception_handler(TokenConflictError)
     @app.exception_handler(TransitionRefused)
     def in_vain(_: Request, error: Exception) -> Response:
         return problem_response(Kind.CONFLICT, str(error))
@@ -193,6 +195,10 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(UnknownControlError)
     def unknown_control(_: Request, error: UnknownControlError) -> Response:
         return problem_response(Kind.UNKNOWN_CONTROL, str(error))
+
+    @app.exception_handler(UnknownTokenError)
+    def unknown_token(_: Request, error: UnknownTokenError) -> Response:
+        return problem_response(Kind.UNKNOWN_TOKEN, str(error))
 
     @app.exception_handler(NodeNotFoundError)
     def unknown_node(_: Request, error: NodeNotFoundError) -> Response:

@@ -78,6 +78,7 @@ from orchestrator.store_tables import (
     metadata,
     steps,
 )
+from orchestrator.store_tokens import TokenRecords
 from orchestrator.store_webhooks import Delivery, due_webhooks, set_due
 
 BUSY_MS = 10_000
@@ -97,6 +98,8 @@ class Store:
         """What is held against nodes."""
         self.pages = Pages(self._read)
         """What is there, a page at a time."""
+        self.tokens = TokenRecords(self._write, self._read)
+        """Who may use the HTTP API."""
 
     def close(self) -> None:
         self._engine.dispose()
