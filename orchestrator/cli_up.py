@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from orchestrator.cli_close import going_on, stands
 from orchestrator.cli_show import CommandError, Output, print_json
 from orchestrator.client import Client, ClientError, RefusedError
-from orchestrator.home import HOME_VARIABLE, Home
+from orchestrator.home import HOME_VARIABLE, Home, TokenExposedError
 from orchestrator.interrupts import uninterruptible
 from orchestrator.local import LocalError, Starting, end_host, running_host
 from orchestrator.redis_tables import RedisError, RedisTables
@@ -82,6 +82,8 @@ def _kept_in(home: Home) -> Iterator[None]:
     """A folder that can't be read or written is told with what to do."""
     try:
         yield
+    except TokenExposedError as error:
+        raise CommandError(str(error)) from None
     except OSError as error:
         message = f"no controller can be kept in {home.path}: {error.strerror or error}"
         raise CommandError(message, ELSEWHERE) from None

@@ -133,9 +133,9 @@ class RedisTables:
             with client:
                 client.ping()
         except redis.exceptions.AuthenticationError as error:
-            given = "another" if self.password else "a"
+            given = f"another password ({error})" if self.password else "a password"
             raise RedisError(
-                f"the Redis at {self.address} wants {given} password ({error}): put it into the "
+                f"the Redis at {self.address} wants {given}: put it into the "
                 f"file {PASSWORD_FILE} of the home (chmod 600), or into ${PASSWORD_VARIABLE}"
             ) from None
         except redis.exceptions.TimeoutError:
