@@ -184,7 +184,8 @@ ROWS = (
         kill_node,
         cluster=NO_RANKS_ON_THE_HEAD,
         changes={"resources": {"spares": 0, "min_nodes": 1}},
-        tolerance=0.001,
+        # One replica exchanges nothing, where two round each other's gradients to FP8.
+        tolerance=0.005,
         check=fewer_replicas,
     ),
     Row(
