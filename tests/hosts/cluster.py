@@ -295,6 +295,7 @@ class Cluster:
             HomeConfig(
                 jobs_dir=self.storage,
                 host=self.nodes[self.layout.controller].address,
+                plain_http=True,
                 fixed_cluster=False,
                 standby=self._standby,
                 quarantine=QUARANTINE,
@@ -325,6 +326,22 @@ class Cluster:
         """Ray's head alone; returns when it listens. Raises RuntimeError."""
         self.nodes[0].start()
         self._await_head()
+
+    def restart_head(self) -> None:
+        """Ray's head anew after ``kill``, and the controller: as an operator does, until they are
+        there. Raises RuntimeError after ``TRIES``.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                self.nodes[0].kill()
+                shutil.rmtree(self.folder / self.nodes[0].name, ignore_errors=True)
+                self.start_head()
+                self.start_controller()
+                return
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                if not left:
+                    raise
+                self._say(f"once more, since {str(error).splitlines()[0]}")
 
     def kill_all(self) -> None:
         """Every node at once, and with it what it had in its folder."""

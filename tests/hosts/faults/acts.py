@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import sqlite3
 import time
@@ -290,9 +289,7 @@ def kill_head(scene: Scene) -> None:
     cluster = scene.cluster
     cluster.nodes[0].kill()
     _sleep(scene, HEAD_AWAY_S)
-    shutil.rmtree(cluster.folder / cluster.nodes[0].name, ignore_errors=True)
-    cluster.start_head()
-    cluster.start_controller()
+    cluster.restart_head()
 
 
 def fewer_replicas(scene: Scene) -> Sequence[str]:

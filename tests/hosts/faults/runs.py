@@ -66,6 +66,8 @@ class Matrix:
             scene.wait_for_end(max(1.0, fault_at + row.deadline_s - time.time()))
         except HangError as error:
             hang = str(error)
+        except Exception as error:
+            hang = f"the fault could not be done, or mended: {error!r}"
         finally:
             mended = self._mend(cluster)
             scene.close()
