@@ -12,6 +12,7 @@ from typing import Any
 
 from monitoring.detectors.baseline import median
 from monitoring.exchange import mean_numbers
+from monitoring.goodput import goodput
 from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
 from monitoring.records import EXCHANGE_BITS, StepRecord
 from monitoring.tensor_stats import encode_float
@@ -130,6 +131,7 @@ def summarize(view: JobView) -> dict[str, Any]:
         "step_time_s": _json(step_time),
         "tokens_per_s": _json(tokens) if kept else None,
         "ettr": _json(totals.ettr),
+        "goodput": goodput(view).to_json(),
         "attempts": attempts,
         "rollbacks": totals.rollbacks,
         # A job that was resumed has had an attempt more, without an action of the policy.

@@ -30,9 +30,14 @@ class Notice:
 
 
 def attempt_started(
-    attempt: int, ranks: int, restore: RestorePoint | None, backend: BackendChoice
+    attempt: int,
+    ranks: int,
+    restore: RestorePoint | None,
+    backend: BackendChoice,
+    environment: Mapping[str, str],
 ) -> Notice:
-    """The ranks are given out; ``backend`` is what is known of it beforehand."""
+    """The ranks are given out; ``backend`` is what is known of it beforehand, ``environment``
+    what ``monitoring.environment`` knows of the supervisor's."""
     start = restore.step if restore else 0
     source = {"memory": "a copy in memory", "disk": "a checkpoint"}
     told = f"from {source[restore.tier]}" if restore else "from the seed"
@@ -45,6 +50,7 @@ def attempt_started(
             "step": start,
             "tier": restore.tier if restore else "seed",
             **backend_detail(backend),
+            "environment": dict(environment),
         },
     )
 

@@ -33,6 +33,7 @@ from launch.commands import (
     Stop,
 )
 from launch.rank_group import NodeSilentError, RankEnd, RankGroup
+from monitoring.environment import environment
 from monitoring.records import Incident, StepRecord
 from orchestrator import notices
 from orchestrator.actions import Action
@@ -488,7 +489,11 @@ class Supervision:
         self._group.run(assignments(attempt.resume, attempt.facts, points, master))
         self.phase = Phase.TRAINING
         started = notices.attempt_started(
-            attempt.facts.attempt, self._world, attempt.restore, backend_of(self._spec)
+            attempt.facts.attempt,
+            self._world,
+            attempt.restore,
+            backend_of(self._spec),
+            environment(),
         )
         self._journal.happened(started, now)
 

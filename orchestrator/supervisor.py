@@ -182,9 +182,7 @@ def _begin_checks(group: WorkerGroup, wake: Callable[[], None], *arguments: Any)
 
 
 def history(controller: RayController, resume: ResumeState) -> JobHistory:
-    """What earlier supervisors told; empty, with a warning, when it can't be had."""
-    if resume.step < 0 and not resume.actions:
-        return JobHistory()
+    """What was told of the job so far; empty, with a warning, when it can't be had."""
     try:
         return controller.history(resume.job)
     except Exception:
