@@ -32,8 +32,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/octavo run deploy/jobs/demo.yaml --out $(OUT)
 
+# Tests within one process share the cores; those that start ranks have all of them.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8
+	$(BIN)/python -m pytest --ignore tests/unit
 
 # What was measured is in OUT; without a GPU everything is skipped, with the reason.
 test-gpu:

@@ -330,7 +330,7 @@ def test_a_missing_data_file_and_one_shorter_than_a_sequence_are_found_before_su
             spec_of(Source("job.yaml", data, {}))
         (problem,) = refused.value.problems
         assert problem.key == "data.source"
-        assert str(source) in problem.value
+        assert str(source) in problem.message
 
 
 def test_relative_paths_are_taken_from_the_folder_the_command_runs_in(
