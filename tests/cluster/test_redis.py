@@ -21,8 +21,10 @@ import pytest
 import redis
 
 from launch.worker_group import free_port
+from tests.hosts.network import ROOT
 
 OCTAVO = [str(Path(sys.executable).with_name("octavo"))]
+DEPLOY = ROOT / "deploy"
 PASSWORD = secrets.token_hex(16)
 
 pytestmark = pytest.mark.skipif(
@@ -30,27 +32,42 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+class Server:
+    """A Redis as ``deploy/redis.conf`` has it, which wants ``PASSWORD``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port("127.0.0.1")
+        self.client = redis.Redis(port=self.port, password=PASSWORD)
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        settings = [f"include {DEPLOY / 'redis.conf'}", "bind 127.0.0.1", f"port {self.port}"]
+        settings += [f"requirepass {PASSWORD}", f"dir {self._folder}"]
+        self._process = subprocess.Popen(
+            ["redis-server", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n".join(settings).encode())
+        self._process.stdin.close()
+        until(self._answers)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.exceptions.RedisError:
+            return False
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[int]:
-    """Port of a Redis that wants ``PASSWORD``."""
-    port = free_port("127.0.0.1")
-    settings = f'bind 127.0.0.1\nport {port}\nrequirepass {PASSWORD}\nsave ""\ndir {tmp_path}\n'
-    with subprocess.Popen(
-        ["redis-server", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    ) as running:
-        assert running.stdin is not None
-        running.stdin.write(settings.encode())
-        running.stdin.close()
-        until(lambda: answers(port))
-        yield port
-        running.terminate()
-
-
-def answers(port: int) -> bool:
-    try:
-        return bool(redis.Redis(port=port, password=PASSWORD).ping())
-    except redis.exceptions.ConnectionError:
-        return False
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.kill()
 
 
 def until(true: Callable[[], object]) -> None:
@@ -61,12 +78,12 @@ def until(true: Callable[[], object]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_gcs_of_a_host_may_die_and_what_it_kept_goes_with_the_host(
-    server: int, tmp_path: Path
+def test_gcs_and_redis_may_die_and_what_a_host_kept_goes_with_it(
+    server: Server, tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    address = f"127.0.0.1:{server}"
+    address = f"127.0.0.1:{server.port}"
     environment = {**os.environ, "OCTAVO_HOME": str(home)}
     environment.pop("RAY_REDIS_PASSWORD", None)
 
@@ -92,12 +109,14 @@ def test_the_gcs_of_a_host_may_die_and_what_it_kept_goes_with_the_host(
         until(lambda: "127.0.0.1" in octavo("nodes").stdout)
         other = octavo("up", "--redis", "none")
         assert other.returncode == 1 and f"it runs with the Redis {address}" in other.stderr
-        kept = redis.Redis(port=server, password=PASSWORD)
-        assert kept.keys("*")
+        server.kill()
+        server.start()
+        assert server.client.keys("*"), "what the head was told is on disk"
+        until(lambda: "127.0.0.1" in octavo("nodes").stdout)
     finally:
         ended = octavo("down")
     assert ended.returncode == 0, ended.stderr
-    assert kept.keys("*") == []
+    assert server.client.keys("*") == []
 
 
 def told_by(process: psutil.Process) -> list[str]:

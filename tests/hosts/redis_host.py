@@ -1,6 +1,6 @@
-"""A Redis on a host of its own, as Debian's redis-server: it needs no one of the cluster.
+"""A Redis on a host of its own, Debian's redis-server with ``deploy/redis.conf``.
 
-It wants a password and keeps nothing on disk; it ends with the network whose host it is on.
+It needs no one of the cluster, wants a password, and ends with the network whose host it is on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.hosts.network import Host
+from tests.hosts.network import ROOT, Host
 
 PORT = 6390
 START_S = 30.0
@@ -29,13 +29,11 @@ def start_redis(host: Host, folder: Path, password: str) -> str:
     """Start it; its address as HOST:PORT, once it listens. Raises RuntimeError with its log."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = [
+        f"include {ROOT / 'deploy' / 'redis.conf'}",
         f"bind {host.address}",
         f"port {PORT}",
         f"requirepass {password}",
         f"dir {folder}",
-        'save ""',
-        "appendonly no",
-        "daemonize no",
     ]
     log = folder / "redis.log"
     with log.open("ab") as out:

@@ -52,7 +52,7 @@ class Outcome:
     @classmethod
     def failed(cls, row: str, trouble: str) -> Outcome:
         """It went wrong before there was anything to judge."""
-        return cls(row, False, 0.0, 0, 0, 0, 0, trouble=trouble)
+        return cls(row, False, 0.0, 0, 0, 0, 0, trouble=" ".join(trouble.split()))
 
     def in_words(self) -> str:
         """For whoever looks on."""
