@@ -1,6 +1,7 @@
 """A cluster of several hosts on this machine, by hand. Needs root and iproute2.
 
     python -m tests.hosts --nodes 3            start it, say how to use it, wait for Ctrl-C
+    python -m tests.hosts --nodes 3 --redis    the same with Ray's tables in a Redis: n0 may be lost
 
 and, from another shell, while it runs:
 
@@ -50,11 +51,13 @@ def hold() -> int:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--slots", type=int, default=2, help="CPU slots a node")
     parser.add_argument("--standby", type=int, default=0, help="idle, imported workers a node")
+    parser.add_argument("--redis", action="store_true", help="Ray's tables in a Redis")
     given = parser.parse_args()
+    slots, standby, redis = given.slots, given.standby, given.redis
     try:
         with (
             interruptible(),
-            Cluster(given.nodes, slots=given.slots, standby=given.standby) as cluster,
+            Cluster(given.nodes, slots=slots, standby=standby, redis=redis) as cluster,
         ):
             print(told(cluster), flush=True)
             while True:
@@ -115,6 +118,8 @@ def order(words: list[str]) -> int:
                 delay_s=float(asked.get("delay", 0)),
                 loss=float(asked.get("loss", 0)),
             )
+        case ["restart", "n0"]:
+            cluster.restart_head()
         case [word, node] if word in NODE_ORDERS:
             getattr(cluster.node(node), word)()
         case _:

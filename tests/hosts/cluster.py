@@ -226,6 +226,7 @@ class Cluster:
                 if net.lives(layout.pid):
                     cluster = cls.__new__(cls)
                     cluster.layout = layout
+                    cluster._say = print
                     cluster.nodes = tuple(Node(cluster, i) for i in range(len(layout.names)))
                     found.append(cluster)
         return found

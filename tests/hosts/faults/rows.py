@@ -215,6 +215,13 @@ ROWS = (
     ),
     Row("cluster", "head and all nodes killed, started again", kill_all),
     Row(
+        "cluster_in_redis",
+        "the same, Ray's tables in Redis, which tell of nobody that lives",
+        kill_all,
+        cluster=HEAD_IN_REDIS,
+        deadline_s=300,
+    ),
+    Row(
         "store_locked",
         "store locked for 10 s",
         lock_store,
