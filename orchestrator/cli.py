@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 import sys
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from orchestrator import cli_control, cli_dashboard, cli_nodes, cli_plan
+from orchestrator import cli_control, cli_dashboard, cli_look, cli_nodes, cli_plan, cli_tokens
 from orchestrator.cli_control import KeyOption
 from orchestrator.cli_degrees import degrees_of
+from orchestrator.cli_examples import complete
 from orchestrator.cli_options import (
     HomeOption,
     JobArgument,
@@ -37,12 +40,8 @@ from orchestrator.cli_show import (
     CommandError,
     Output,
     complain,
-    event_line,
     exit_code,
-    print_job,
-    print_jobs,
     print_json,
-    print_json_line,
 )
 
 app = typer.Typer(
@@ -113,76 +112,6 @@ def submit(
         print_json(job)
     else:
         print(job["id"])
-
-
-@app.command("list")
-def list_jobs(output: OutputOption = Output.table, home: HomeOption = None) -> None:
-    """All jobs."""
-    jobs = client_of(home).jobs()
-    if output is Output.json:
-        print_json(jobs)
-    else:
-        print_jobs(jobs)
-
-
-@app.command()
-def status(job: JobArgument, output: OutputOption = Output.table, home: HomeOption = None) -> None:
-    """One job; the exit code tells its state."""
-    shown = client_of(home).job(job)
-    if output is Output.json:
-        print_json(shown)
-    else:
-        print_job(shown)
-    raise typer.Exit(exit_code(shown["state"]))
-
-
-@app.command()
-def logs(
-    job: JobArgument,
-    rank: Annotated[int, typer.Option(min=0, help="Whose log.")] = 0,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Of which attempt.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
-    output: OutputOption = Output.table,
-    home: HomeOption = None,
-) -> None:
-    """What a rank printed."""
-    client = client_of(home)
-    first = client.logs(job, rank, attempt)
-    if not first["exists"] and not follow:
-        remedy = "`octavo status -o json` shows the attempts, the spec the ranks"
-        raise CommandError(
-            f"rank {rank} has no log of attempt {first['attempt']}", remedy, NOT_FOUND
-        )
-    for text in client.follow_logs(job, rank, attempt, follow=follow):
-        if output is Output.json:
-            print_json_line({"rank": rank, "text": text})
-            continue
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    if follow:
-        raise typer.Exit(exit_code(client.job(job)["state"]))
-
-
-@app.command()
-def events(
-    job: JobArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")] = False,
-    output: OutputOption = Output.table,
-    home: HomeOption = None,
-) -> None:
-    """What happened to a job."""
-    client = client_of(home)
-    told = client.follow_events(job, follow=follow)
-    if output is Output.json and not follow:
-        print_json(list(told))
-        return
-    for event in told:
-        if output is Output.json:
-            print_json_line(event)
-        else:
-            print(event_line(event), flush=True)
-    if follow:
-        raise typer.Exit(exit_code(client.job(job)["state"]))
 
 
 @app.command()
@@ -308,13 +237,36 @@ def up(
             "Its password: file redis-password (0600) of the home, or $RAY_REDIS_PASSWORD.",
         ),
     ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of the API [default: 127.0.0.1].")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of the API; 0: any free one.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="PEM file: the API speaks TLS.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", help="PEM file of the certificate's key (0600).")
+    ] = None,
+    plain_http: Annotated[
+        bool, typer.Option("--plain-http", help="Listen on ADDRESS without TLS all the same.")
+    ] = False,
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
     """Start a controller and a Ray on this machine, or say that they run."""
     from orchestrator.cli_up import bring_up
 
-    raise typer.Exit(bring_up(home_of(home), slots, standby, redis, output))
+    listening = {
+        "host": listen,
+        "port": port,
+        "tls_cert": tls_cert and tls_cert.absolute(),
+        "tls_key": tls_key and tls_key.absolute(),
+        "plain_http": plain_http or None,
+    }
+    asked = {name: value for name, value in listening.items() if value is not None}
+    raise typer.Exit(bring_up(home_of(home), slots, standby, redis, output, asked))
 
 
 @app.command()
@@ -325,10 +277,13 @@ def down(output: OutputOption = Output.table, home: HomeOption = None) -> None:
     raise typer.Exit(bring_down(home_of(home), user(), output))
 
 
+cli_look.register(app)
 cli_control.register(app)
 cli_nodes.register(app)
+cli_tokens.register(app)
 cli_plan.register(app)
 cli_dashboard.register(app)
+complete(app)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -341,7 +296,9 @@ def call(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command = typer.main.get_command(app)
     try:
-        code = command.main(words, prog_name="octavo", standalone_mode=False)
+        # In a context of its own: what its options say is of this call.
+        main = partial(command.main, words, prog_name="octavo", standalone_mode=False)
+        code = copy_context().run(main)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         if _output_asked(words) is Output.json:

@@ -9,19 +9,18 @@ A node is named by its address, its host name, Ray's id or a unique beginning of
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli_options import HomeOption, OutputOption, client_of, user
+from orchestrator.cli_options import HomeOption, OutputOption, client_of, seconds_of, user
 from orchestrator.cli_show import NOT_FOUND, USAGE, CommandError, Output, clock, print_json
+from orchestrator.cli_tables import plain, print_table
 
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Address, host name or id.")]
 
-_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 NAMED = "`octavo nodes` shows the nodes there are"
 
 nodes_app = typer.Typer(
@@ -47,8 +46,7 @@ def nodes(
     if output is Output.json:
         print_json(found)
         return
-    for line in table(found):
-        print(line)
+    print_table(table(found), flexible=("HELD BY", "STATE"))
 
 
 @nodes_app.command()
@@ -62,7 +60,7 @@ def quarantine(
     home: HomeOption = None,
 ) -> None:
     """Leave a node out; jobs that are on it go on there until they start anew."""
-    seconds = seconds_of(term) if term else None
+    seconds = seconds_of(term, "--for") if term else None
     if not reason.strip():
         raise CommandError("--reason: say why, for whoever finds it so", "", USAGE)
     _show(_asked(lambda: client_of(home).quarantine(node, reason, user(), seconds)), output)
@@ -76,23 +74,11 @@ def release(
     _show(_asked(lambda: client_of(home).release(node, user())), output)
 
 
-def seconds_of(term: str) -> float:
-    """``90s``, ``30m``, ``2h``, ``1d`` → seconds."""
-    match = re.fullmatch(r"(\d{1,6})\s*(s|m|min|h|d)", term.strip())
-    if match is None or not int(match[1]):
-        raise CommandError(f"--for: {term!r} is no time", "times are as 90s, 30m, 2h, 1d", USAGE)
-    return float(int(match[1]) * _UNITS[match[2]])
-
-
-def table(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line a node, and below it why it is left out."""
-    rows = [("NODE", "ID", "FREE", "HELD BY", "STATE")]
+def table(nodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row a node, under a heading."""
+    rows: list[tuple[str, ...]] = [("NODE", "ID", "FREE", "HELD BY", "STATE")]
     rows += [(_name(n), n["node_id"][:8], _free(n), _holders(n), _state(n)) for n in nodes]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        " ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip()
-        for row in rows
-    ]
+    return rows
 
 
 def _name(node: Mapping[str, Any]) -> str:
@@ -138,4 +124,4 @@ def _show(node: Mapping[str, Any], output: Output) -> None:
     if output is Output.json:
         print_json(node)
     else:
-        print(f"{_name(node)} {_state(node)}")
+        print(plain(f"{_name(node)} {_state(node)}"))

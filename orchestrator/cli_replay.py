@@ -42,10 +42,11 @@ def replay_job(home: Home, job: str, policy: Path | None, output: Output) -> int
 
 def read_trace(home: Home, job: str) -> JobTrace:
     """The job's records; by id, name or unique beginning."""
-    from orchestrator.client import URL_VARIABLE, Client
+    from orchestrator.cli_options import client_at
+    from orchestrator.client import URL_VARIABLE
 
     if os.environ.get(URL_VARIABLE):
-        return trace_of_client(Client.of_home(home), job)
+        return trace_of_client(client_at(home), job)
     from orchestrator.store import Store
     from orchestrator.store_pages import AmbiguousJobError
     from orchestrator.store_rows import UnknownJobError

@@ -8,13 +8,13 @@ object on stderr, so that stdout never holds anything else.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from orchestrator.cli_tables import plain, print_table
 from orchestrator.spec_errors import Problem
 
 EXIT_CODES = {"succeeded": 0, "failed": 100, "cancelled": 103}
@@ -97,11 +97,9 @@ def print_jobs(
 ) -> None:
     """A table of jobs, ``width`` columns wide: by default the terminal's, in a pipe any number.
 
-    Where the room is scarce the reasons alone are cut; `octavo status` has them whole.
+    Where the room is scarce the reasons are cut; `octavo status` has them whole.
     """
-    if width is None and sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-    rows = [("JOB", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE")]
+    rows = [("JOB", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE", "REASON")]
     rows += [
         (
             job["id"],
@@ -110,15 +108,11 @@ def print_jobs(
             "–" if job["loss"] is None else f"{job['loss']:.4f}",
             str(job["attempt"] or "–"),
             age((now or time.time()) - job["submitted_at"]),
+            job["reason"],
         )
         for job in jobs
     ]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, reason in zip(rows, ("REASON", *(job["reason"] for job in jobs)), strict=True):
-        cells = [cell.ljust(size) for cell, size in zip(row, sizes, strict=True)]
-        line = " ".join([*cells, *reason.split()])
-        cut = width is not None and len(line) > width
-        print(f"{line[: (width or 0) - 1]}…" if cut else line)
+    print_table(rows, flexible=("REASON",), width=width)
 
 
 def print_job(job: Mapping[str, Any]) -> None:
@@ -147,13 +141,13 @@ def print_job(job: Mapping[str, Any]) -> None:
     }
     for name, value in rows.items():
         if value not in ("", None):
-            print(f"{name:<10} {value}")
+            print(f"{name:<10} {plain(str(value))}")
 
 
 def event_line(event: Mapping[str, Any]) -> str:
     """One event in one line."""
-    message = " ".join(str(event["message"]).split())
-    return f"{clock(event['time'], date=False)}  {event['kind']:<18} {message}"
+    kind, message = plain(str(event["kind"])), plain(str(event["message"]))
+    return f"{clock(event['time'], date=False)}  {kind:<18} {message}"
 
 
 def progress(job: Mapping[str, Any]) -> str:

@@ -6,14 +6,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from orchestrator.cli_close import going_on, stands
-from orchestrator.cli_show import CommandError, Output, print_json
+from orchestrator.cli_show import USAGE, CommandError, Output, print_json
 from orchestrator.client import Client, ClientError, RefusedError
-from orchestrator.home import HOME_VARIABLE, Home, TokenExposedError
+from orchestrator.home import HOME_VARIABLE, Home, HomeConfig, TokenExposedError
 from orchestrator.interrupts import uninterruptible
+from orchestrator.listening import ListeningError, check_listening
 from orchestrator.local import LocalError, Starting, end_host, running_host
 from orchestrator.redis_tables import RedisError, RedisTables
 
@@ -29,11 +30,17 @@ after 60."""
 
 
 def bring_up(
-    home: Home, slots: int | None, standby: int | None, redis: str | None, output: Output
+    home: Home,
+    slots: int | None,
+    standby: int | None,
+    redis: str | None,
+    output: Output,
+    listening: Mapping[str, Any] | None = None,
 ) -> int:
     """Start the host of ``home``, or find it running; the exit code.
 
-    What is None stays as the home has it; ``redis`` is an address, or "none".
+    What is None stays as the home has it; ``redis`` is an address, or "none"; ``listening``: how
+    the API is to listen, as ``HomeConfig`` has it.
     """
     with _kept_in(home):
         found = running_host(home)
@@ -41,11 +48,13 @@ def bring_up(
     asked: dict[str, Any] = {} if standby is None else {"standby": standby}
     if redis is not None:
         asked["redis"] = None if redis == NO_REDIS else redis
+    asked |= listening or {}
     if found is None:
         with _kept_in(home):
             config = home.config().model_copy(update=asked)
             if config.redis is not None:
                 _check(home, config.redis)
+            _check_listening(config)
             home.create(config if asked else None)
             starting = Starting(home, wanted, tied=False)
         try:
@@ -62,11 +71,20 @@ def bring_up(
     elif redis is not None and home.config().redis != asked["redis"]:
         has = f"the Redis {home.config().redis}" if home.config().redis else "no Redis"
         raise CommandError(f"it runs with {has}", CHANGE)
+    elif any(getattr(home.config(), name) != value for name, value in (listening or {}).items()):
+        raise CommandError(f"it listens at {found.url} otherwise than that", CHANGE)
     if output is Output.json:
         print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})
     else:
         print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
     return 0
+
+
+def _check_listening(config: HomeConfig) -> None:
+    try:
+        check_listening(config)
+    except ListeningError as error:
+        raise CommandError(error.message, error.remedy, USAGE) from None
 
 
 def _check(home: Home, redis: str) -> None:

@@ -14,16 +14,23 @@ from __future__ import annotations
 
 import os
 import secrets
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from orchestrator.client_errors import (
+    ELSEWHERE,
     LOOK_FIRST,
     START_AGAIN,
+    START_ONE,
     TRY_AGAIN,
+    UNTRUSTED,
     NotAuthorizedError,
     ServerError,
     TooManyRequestsError,
@@ -34,6 +41,7 @@ from orchestrator.client_errors import ClientError as ClientError
 from orchestrator.client_errors import NotFoundError as NotFoundError
 from orchestrator.client_errors import RefusedError as RefusedError
 from orchestrator.home import Home
+from orchestrator.listening import CA_VARIABLE, trusting, trusting_home
 
 URL_VARIABLE = "OCTAVO_URL"
 TOKEN_VARIABLE = "OCTAVO_TOKEN"
@@ -52,25 +60,38 @@ LONGEST_PAUSE_S = 60.0
 class Client:
     """One controller's API at ``url``; ``token`` is its bearer token.
 
-    ``home``: where a controller that restarts says that it listens now.
+    ``home``: where a controller that restarts says that it listens now; ``trust``: whose
+    certificates are taken, by default those of the system's authorities.
     """
 
-    def __init__(self, url: str, token: str | None, home: Home | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        home: Home | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self._home = home
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # A proxy of the environment has no business between us and the loopback.
         local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=not local
+            base_url=self.url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=not local,
+            verify=trust or (trusting(None) if self.url.startswith("https:") else False),
         )
 
     @classmethod
-    def of_home(cls, home: Home) -> Client:
-        """The controller of ``home``, or of ``$OCTAVO_URL`` with ``$OCTAVO_TOKEN``."""
-        url = os.environ.get(URL_VARIABLE)
+    def of_home(cls, home: Home, ca: Path | None = None) -> Client:
+        """The controller of ``home``, or of ``$OCTAVO_URL`` with ``$OCTAVO_TOKEN`` and, where its
+        certificate is of no authority that the system knows, ``ca`` or ``$OCTAVO_CA``."""
+        url, named = os.environ.get(URL_VARIABLE), ca or os.environ.get(CA_VARIABLE)
         if url:
-            return cls(url, os.environ.get(TOKEN_VARIABLE))
+            trust = trusting(Path(named)) if named else None
+            return cls(url, os.environ.get(TOKEN_VARIABLE), trust=trust)
         server = home.server()
         if server is None:
             raise UnreachableError(f"no controller runs in {home.path}")
@@ -78,7 +99,8 @@ class Client:
             token = home.token()
         except PermissionError as error:
             raise NotAuthorizedError(str(error)) from None
-        return cls(server.url, token, home)
+        cert = home.config().tls_cert
+        return cls(server.url, token, home, None if cert is None else trusting_home(cert))
 
     def healthy(self) -> bool:
         """Whether a controller answers."""
@@ -104,9 +126,46 @@ class Client:
         answer = self._post("/v1/jobs:validate", {"spec": dict(spec), "file": file})
         return dict(answer["spec"])
 
-    def jobs(self, by: str | None = None) -> list[dict[str, Any]]:
+    def hurry(self) -> None:
+        """Give up on everything after a second: who asks waits at a prompt."""
+        self._http.timeout = httpx.Timeout(1.0)
+
+    def clock(self) -> float:
+        """Seconds since the epoch, by the controller's clock, to the second."""
+        try:
+            told = self._http.get("/healthz", timeout=5.0).headers["Date"]
+            return parsedate_to_datetime(told).timestamp()
+        except (httpx.HTTPError, KeyError, ValueError):
+            return time.time()
+
+    def whoami(self) -> dict[str, Any]:
+        """``{name, role, expires_at}`` of the token."""
+        return self._get("/v1/whoami")
+
+    def tokens(self, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Tokens in force, oldest first, and with ``ended`` those that are no more."""
+        return list(self._pages("/v1/tokens", "tokens", ended=ended))
+
+    def create_token(self, name: str, role: str, seconds: float | None = None) -> dict[str, Any]:
+        """A new one, with its ``token``, which is told this once."""
+        return self._post("/v1/tokens", {"name": name, "role": role, "seconds": seconds})
+
+    def rotate_token(
+        self, name: str, seconds: float | None = None, overlap_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Another one of that name; those before are accepted for ``overlap_s`` more."""
+        body = {"seconds": seconds, "overlap_s": overlap_s}
+        return self._post(f"/v1/tokens/{quote(name, safe='')}/rotate", body)
+
+    def revoke_token(self, name: str) -> list[dict[str, Any]]:
+        """End those of a name or an id; as they are now."""
+        return list(self._post(f"/v1/tokens/{quote(name, safe='')}/revoke", {})["revoked"])
+
+    def jobs(self, by: str | None = None, states: Sequence[str] = ()) -> list[dict[str, Any]]:
         """All jobs, oldest first; with ``by`` those that this user submitted."""
-        chosen = {} if by is None else {"by": by}
+        chosen: dict[str, Any] = {} if by is None else {"by": by}
+        if states:
+            chosen["state"] = list(states)
         return list(self._pages("/v1/jobs", "jobs", **chosen))
 
     def job(self, job: str) -> dict[str, Any]:
@@ -200,11 +259,21 @@ class Client:
         return {k: whole[k] for k in ("incidents", "actions", "contexts", "newest_step")}
 
     def logs(
-        self, job: str, rank: int, attempt: int | None = None, offset: int = 0, wait: float = 0
+        self,
+        job: str,
+        rank: int,
+        attempt: int | None = None,
+        offset: int = 0,
+        wait: float = 0,
+        **begin: float,
     ) -> dict[str, Any]:
-        """A piece of a rank's log ``{text, offset, attempt, exists, state, settled}``."""
-        chosen = {} if attempt is None else {"attempt": attempt}
-        return self._get(_path(job, "logs"), rank=rank, offset=offset, wait=wait, **chosen)
+        """A piece of a rank's log ``{lines, text, offset, attempt, exists, state, settled}``.
+
+        ``begin``: instead of ``offset`` ``since``, seconds since the epoch, or ``tail``, lines.
+        """
+        chosen = {"attempt": attempt, **begin}
+        asked = {name: value for name, value in chosen.items() if value is not None}
+        return self._get(_path(job, "logs"), rank=rank, offset=offset, wait=wait, **asked)
 
     def follow_events(self, job: str, *, follow: bool = True) -> Iterator[dict[str, Any]]:
         """All events of a job; with ``follow`` also those to come, until it is settled."""
@@ -217,21 +286,22 @@ class Client:
                 return
 
     def follow_logs(
-        self, job: str, rank: int, attempt: int | None, *, follow: bool = True
-    ) -> Iterator[str]:
-        """A rank's log; with ``follow`` into the attempts to come, until the job is settled."""
-        number, offset = attempt, 0
+        self, job: str, rank: int, attempt: int | None, *, follow: bool = True, **begin: float
+    ) -> Iterator[dict[str, Any]]:
+        """Pieces of a rank's log, through the attempts that follow where none is named; with
+        ``follow`` those to come too, until the job is settled. ``begin`` as in ``logs``."""
+        piece = self.patiently(self.logs, job, rank, attempt, **begin)
+        yield piece
         while True:
-            piece = self.patiently(self.logs, job, rank, number, offset, POLL_S if follow else 0)
-            if piece["text"]:
-                yield piece["text"]
-                offset = piece["offset"]
-                number = piece["attempt"]
-                continue
-            if not follow or piece["settled"]:
-                return
-            if attempt is None and self.job(job)["attempt"] != piece["attempt"]:
-                number, offset = None, 0
+            number, offset = piece["attempt"], piece["offset"]
+            if not piece["text"]:
+                if attempt is None and self.patiently(self.job, job)["attempt"] > number:
+                    number, offset = number + 1, 0
+                elif not follow or piece["settled"]:
+                    return
+            wait = POLL_S if follow and not piece["text"] else 0
+            piece = self.patiently(self.logs, job, rank, number or None, offset, wait)
+            yield piece
 
     def patiently(self, ask: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """``ask(...)``, again while the controller can't be reached, for ``PATIENCE_S``."""
@@ -307,8 +377,12 @@ class Client:
                 again = isinstance(error, httpx.ConnectError) or (
                     lost and (repeatable or method == "GET")
                 )
+            if "CERTIFICATE_VERIFY_FAILED" in detail or "SSL" in detail:
+                told = f"the certificate of {self.url} is not to be trusted: {detail}"
+                raise UnreachableError(told, UNTRUSTED)
             if not self._restarts():
-                raise UnreachableError(f"no controller answers at {self.url}: {detail}")
+                remedy = ELSEWHERE if self._home is None else START_ONE
+                raise UnreachableError(f"no controller answers at {self.url}: {detail}", remedy)
             if not again or time.monotonic() > deadline:
                 raise self._unreachable(detail, heard=method != "GET" and not unheard)
             time.sleep(0.2)
@@ -353,12 +427,8 @@ def _pause_of(answer: httpx.Response) -> float | None:
 
 
 def _path(job: str, *more: str) -> str:
-    from urllib.parse import quote
-
     return "/".join(["/v1/jobs", quote(job, safe=""), *more])
 
 
 def _node_path(node: str, what: str) -> str:
-    from urllib.parse import quote
-
     return f"/v1/nodes/{quote(node, safe='')}/{what}"

@@ -17,6 +17,14 @@ START_ONE = (
     "start one with `octavo up`, or run a job alone: `octavo run`;\n"
     "to reach one elsewhere set $OCTAVO_URL and $OCTAVO_TOKEN, or name its folder with --home"
 )
+ELSEWHERE = (
+    "$OCTAVO_URL says so: is it right, does the controller run, and does it listen there?\n"
+    "`octavo up --listen ADDRESS` starts one; `unset OCTAVO_URL` for the one on this machine"
+)
+UNTRUSTED = (
+    "name the authority that signed its certificate with --ca FILE or $OCTAVO_CA; if you do, or "
+    "it is your own machine's, then something else answers there"
+)
 START_AGAIN = (
     "Ray starts it again as long as its host runs; else start Ray there, and then the controller: "
     "`python -m orchestrator.on_ray HOME --address {address}`; its jobs are in the store"

@@ -17,6 +17,7 @@ from typing import Any
 
 from orchestrator.controller import Controller
 from orchestrator.home import Home, Server
+from orchestrator.listening import check_listening
 from orchestrator.node_groups import RayNodeGroups
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
@@ -49,6 +50,7 @@ class ControllerActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._home = Home(Path(home))
         config = self._home.config()
+        check_listening(config)
         token = self._home.token(create=True)
         assert token, "token(create=True) gives one"
         self._controller = Controller(
@@ -62,9 +64,17 @@ class ControllerActor:
         listening = self._listen(config.host, config.port)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        self._server = Server(f"http://{shown}:{port}", port, os.getpid())
-        app = create_app(self._controller, token)
-        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        scheme = "http" if config.tls_cert is None else "https"
+        self._server = Server(f"{scheme}://{shown}:{port}", port, os.getpid())
+        app = create_app(self._controller, token, config.rate)
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
+        )
         serve = uvicorn.Server(settings)
         threading.Thread(
             target=serve.run, kwargs={"sockets": [listening]}, name="api", daemon=True

@@ -26,6 +26,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from orchestrator.config import QuarantineConfig
+from orchestrator.rate_limit import RateLimit
 from orchestrator.redis_tables import PASSWORD_FILE, PASSWORD_VARIABLE
 
 HOME_VARIABLE = "OCTAVO_HOME"
@@ -44,6 +45,14 @@ class HomeConfig(BaseModel):
     """Address that the API listens on."""
     port: int = 0
     """Port of the API; 0: any free one, kept for the controller's life."""
+    tls_cert: Path | None = None
+    """PEM file of the API's certificate, with those that lead to its authority; unset: no TLS."""
+    tls_key: Path | None = None
+    """PEM file of its key (0600)."""
+    plain_http: bool = False
+    """The API may listen beyond the loopback without TLS (``orchestrator.listening``)."""
+    rate: RateLimit = RateLimit()
+    """How often one token may ask."""
     fixed_cluster: bool = True
     """No node will ever be added, so what exceeds the cluster fails instead of waiting."""
     standby: int = 0

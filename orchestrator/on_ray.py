@@ -26,6 +26,7 @@ from pathlib import Path
 
 from orchestrator.head import RECONNECT_S, RECONNECT_VARIABLE
 from orchestrator.home import Home, HomeConfig
+from orchestrator.listening import ListeningError, check_listening
 
 JOIN_TIMEOUT_S = 120.0
 """Seconds that hosts may take to join."""
@@ -101,6 +102,11 @@ def main() -> None:
     parser.add_argument(
         "--listen", default="127.0.0.1", help="of a new home: where the API is to listen"
     )
+    for file in ("cert", "key"):
+        parser.add_argument(f"--tls-{file}", type=Path, help="of a new home: PEM file for TLS")
+    parser.add_argument(
+        "--plain-http", action="store_true", help="of a new home: listen on ADDRESS without TLS"
+    )
     parser.add_argument("--hosts", type=int, default=1, help="wait for so many")
     arguments = parser.parse_args()
     if arguments.environment:
@@ -112,7 +118,18 @@ def main() -> None:
     os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})
     home = Home(arguments.home)
     if not (home.path / "config.json").exists():
-        home.create(HomeConfig(host=arguments.listen, fixed_cluster=False))
+        config = HomeConfig(
+            host=arguments.listen,
+            fixed_cluster=False,
+            tls_cert=arguments.tls_cert and arguments.tls_cert.absolute(),
+            tls_key=arguments.tls_key and arguments.tls_key.absolute(),
+            plain_http=arguments.plain_http,
+        )
+        try:
+            check_listening(config)
+        except ListeningError as error:
+            parser.error(str(error))
+        home.create(config)
     url = start_on(arguments.address, home, arguments.hosts)
     home.write_ray_address(arguments.address)
     print(f"ready {url}", flush=True)
