@@ -52,6 +52,35 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [m for m in marks if low * 0.999 <= m <= high * 1.001]
 
 
+def duration(seconds: float) -> str:
+    """``0.42 s``, ``42 s``, ``3 m 05 s``, ``2 h 10 m``, ``3 d 4 h``."""
+    if 0 < seconds < 9.95 and round(seconds, 1) != round(seconds):
+        return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+_TIME_STEPS = (
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
+    *(3600, 7200, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 2 * 86_400, 7 * 86_400),
+)
+
+
+def time_ticks(seconds: float, about: int) -> list[float]:
+    """Round times from 0 to ``seconds``, roughly ``about`` of them."""
+    wanted = seconds / max(1, about)
+    step = next((s for s in _TIME_STEPS if s >= wanted), None)
+    if step is None:
+        step = _TIME_STEPS[-1] * math.ceil(wanted / _TIME_STEPS[-1])
+    return [i * step for i in range(math.floor(seconds / step + 1e-9) + 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A plot's place in its picture and the ranges it shows."""
@@ -160,6 +189,39 @@ def badge(x: float, y: float, label: str, classes: str, tip: str = "") -> str:
     )
 
 
+def badges(marks: Sequence[tuple[float, str, str, str]], y: float) -> str:
+    """Badges ``(x, label, classes, tip)`` in one row; those that would overlap become one, with the
+    first and the last label, and all tips."""
+    groups: list[list[tuple[float, str, str, str]]] = []
+    for mark in sorted(marks, key=lambda m: m[0]):
+        if groups and mark[0] - groups[-1][-1][0] < BADGE_GAP:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
+    parts = []
+    for group in groups:
+        x, label, classes, tip = group[0]
+        if len(group) == 1:
+            parts.append(badge(x, y, label, classes, tip))
+            continue
+        last = group[-1]
+        # Trouble is what a group is coloured by.
+        kind = classes if all(m[2] == classes for m in group) else ""
+        word, middle = f"{label}–{last[1]}", (x + last[0]) / 2
+        half = max(9.0 + 3.4 * len(word), (last[0] - x) / 2 + 9.0)
+        tips = escape("\n".join(m[3] for m in group))
+        parts.append(
+            f'<g class="badge {kind}"><title>{tips}</title><rect x="{number(middle - half)}" '
+            f'y="{number(y - 9)}" width="{number(2 * half)}" height="18" rx="9"/>'
+            f"{text(middle, y + 4, word, 'mid')}</g>"
+        )
+    return "".join(parts)
+
+
+BADGE_GAP = 20.0
+"""Between the middles of two badges that don't touch."""
+
+
 def arc_back(frame: Frame, from_step: float, to_step: float, lane: float) -> str:
     """An arrow from one step back to an earlier one, bowed upward from height ``lane``."""
     start, end = frame.x(from_step), frame.x(to_step)
@@ -219,6 +281,7 @@ def heat_map(
                 f"M{number(frame.left + start * wide)} {number(top + 1)}"
                 f"h{number(length * wide)}v{number(height - 2)}h{number(-length * wide)}z"
             )
+    # The page's style fills those of trouble with patterns.
     coloured = [f'<path class="h{c}" d="{"".join(d)}"/>' for c, d in sorted(paths.items())]
     return "".join([*labels, *stripes, *coloured]) + frame.x_axis()
 
@@ -234,6 +297,29 @@ def _runs(worst: Mapping[int, int]) -> list[tuple[int, int, int]]:
         else:
             runs.append((column, 1, colour))
     return runs
+
+
+def swatch(name: str, body: str, back: str, size: int = 6) -> str:
+    """A pattern ``name`` of ``body`` on a ground of class ``back``."""
+    return (
+        f'<pattern id="{name}" width="{size}" height="{size}" patternUnits="userSpaceOnUse">'
+        f'<rect class="{back}" width="{size}" height="{size}"/>{body}</pattern>'
+    )
+
+
+PATTERNS = "".join(
+    [
+        "<defs>",
+        swatch("p0", '<path class="on" d="M0 0L6 6M6 0L0 6"/>', "h0"),
+        swatch("p1", '<path class="on" d="M0 6L6 0M-1 1L1 -1M5 7L7 5"/>', "h1"),
+        swatch("p2", '<circle class="dot" cx="3" cy="3" r="1.2"/>', "h2"),
+        swatch("lost", '<path class="on" d="M0 6L6 0M-1 1L1 -1M5 7L7 5"/>', "lost-back"),
+        swatch("recovering", '<path class="on" d="M0 0L6 6M6 0L0 6"/>', "recovering-back"),
+        swatch("waiting", '<circle class="dot" cx="3" cy="3" r="1"/>', "waiting-back"),
+        "</defs>",
+    ]
+)
+"""Patterns for those who don't tell the colours apart: clamped values, and uses of time."""
 
 
 HATCH = (

@@ -14,10 +14,13 @@ from typing import Any
 
 import yaml
 
-from monitoring.charts import HATCH, short
+from monitoring.charts import HATCH, PATTERNS, duration, short
+from monitoring.environment import environment_of
 from monitoring.episodes import Episode
+from monitoring.goodput import goodput
 from monitoring.job_view import JobView, Row
 from monitoring.report_charts import (
+    MOST_LAYERS,
     Story,
     bf16_chart,
     grad_norm_chart,
@@ -26,7 +29,9 @@ from monitoring.report_charts import (
     precision_chart,
     recovery_picture,
 )
+from monitoring.report_layers import LayerFacts
 from monitoring.report_style import PAGE
+from monitoring.report_time import clock_chart, legend, share_bar, time_table
 from monitoring.summary import summarize
 
 __all__ = ["recovery_picture", "render_report"]
@@ -34,14 +39,17 @@ __all__ = ["recovery_picture", "render_report"]
 WIDE, NARROW = 930.0, 370.0
 """Widths in which each chart is drawn, for a screen and for a phone."""
 
+TABLE_STEPS, TABLE_LAYERS = 12, 12
+"""Rows of the tables that say in words what a chart shows."""
+
 COLOUR_NAMES = (
     "10 % clamped and more",
     "1 % and more",
     "0.1 % and more",
-    "next to none; headroom under 1 octave",
-    "1 to 2",
-    "2 to 3",
-    "over 3",
+    "next to none, headroom under 1 octave",
+    "1 to 2 octaves",
+    "2 to 3 octaves",
+    "over 3 octaves",
 )
 """What the colours ``h0`` to ``h6`` of the heat map mean."""
 
@@ -52,17 +60,19 @@ def render_report(view: JobView) -> str:
     summary = summarize(view)
     body = _header(view, summary) + _tiles(summary)
     if story.kept:
-        body += _loss(story) + _story(story) + _grad_norm(story) + _precision(story)
+        body += _loss(story) + _story(story) + _time(story) + _grad_norm(story)
+        body += _range(story) + _precision(story)
     else:
-        body += "<section><h2>No step was recorded</h2></section>" + _story(story)
-    body += _summary(summary) + _configuration(view)
+        body += "<section><h2>No step was recorded</h2></section>" + _story(story) + _time(story)
+    body += _summary(summary) + _environment(view) + _configuration(view)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escape(view.job)} · {escape(view.state)}</title><style>{PAGE}</style></head>"
         # Not display:none, which would take the pattern away from those who refer to it.
-        f'<body><svg class="defs" aria-hidden="true">{HATCH}</svg><main>{body}</main></body></html>'
+        f'<body><svg class="defs" aria-hidden="true">{HATCH}{PATTERNS}</svg>'
+        f"<main>{body}</main></body></html>"
     )
 
 
@@ -144,7 +154,7 @@ def _loss(story: Story) -> str:
         keys += "<span>numbers: see below</span>"
     return (
         '<section><h2>Loss</h2><p class="sub">nats a token</p>'
-        f'{_both(loss_chart, story)}<div class="legend">{keys}</div></section>'
+        f'{_both(loss_chart, story)}<div class="legend">{keys}</div>{_steps_table(story)}</section>'
     )
 
 
@@ -155,24 +165,106 @@ def _grad_norm(story: Story) -> str:
     )
 
 
+def _steps_table(story: Story) -> str:
+    """The kept steps in words, about a dozen of them."""
+    kept = story.kept
+    chosen = sorted({round(i * (len(kept) - 1) / TABLE_STEPS) for i in range(TABLE_STEPS + 1)})
+    head = "".join(f"<th>{w}</th>" for w in ("step", "loss", "gradient norm", "in BF16", "update"))
+    rows = "".join(
+        f"<tr><td>{r.step:,}</td><td>{short(r.loss)}</td><td>{short(r.grad_norm)}</td>"
+        f"<td>{_count(len(r.high_precision_layers), 'linear')}</td>"
+        f"<td>{'left out' if r.skipped else 'made'}</td></tr>"
+        for r in (kept[i] for i in chosen)
+    )
+    return _table("As a table", head, rows)
+
+
+def _table(name: str, head: str, rows: str) -> str:
+    return (
+        f"<details><summary>{name}</summary>"
+        f'<div class="scroll" tabindex="0"><table><tr>{head}</tr>{rows}</table></div></details>'
+    )
+
+
+def _time(story: Story) -> str:
+    told = goodput(story.view)
+    if told.wall_s <= 0:
+        return ""
+    share = 100 * told.seconds("productive") / told.wall_s
+
+    def bar(_: Story, width: float) -> str:
+        return share_bar(told, width)
+
+    def clock(story: Story, width: float) -> str:
+        return clock_chart(story.view, told, story.episodes, width)
+
+    return (
+        f'<section><h2>Where the time went</h2><p class="sub">{share:.1f} % of '
+        f"{duration(told.wall_s)} made steps that were kept</p>{_both(bar, story)}{legend()}"
+        f'{time_table(told)}<h3 class="chart">Troubles and answers by the clock</h3>'
+        f"{_both(clock, story)}</section>"
+    )
+
+
+def _range(story: Story) -> str:
+    if not any(record.tensors for record in story.kept):
+        return ""
+    keys = "".join(
+        _key(f'<rect class="h{i}" width="22" height="12" rx="2"/>', name)
+        for i, name in enumerate(COLOUR_NAMES)
+    )
+    keys += _key('<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
+    facts = story.layers.facts
+    shown = sorted(facts.items(), key=lambda f: (-f[1].clamped_pct, f[1].headroom))[:TABLE_LAYERS]
+    head = "".join(
+        f"<th>{w}</th>" for w in ("layer", "most clamped", "least headroom", "colours of its steps")
+    )
+    rows = "".join(_layer_row(name, own, story.layers.cells[name]) for name, own in shown)
+    hidden = len(facts) - MOST_LAYERS
+    more = f"; {hidden} calmer layers are not shown" if hidden > 0 else ""
+    return (
+        "<section><h2>FP8 headroom by layer and step</h2>"
+        '<p class="sub">share of values clamped to the FP8 maximum, and where there is next '
+        "to none the octaves left below it; worst operand, trouble of undone steps "
+        f'included{more}</p>{_both(precision_chart, story)}<div class="legend">{keys}</div>'
+        f"{_table('In words, the worst layers first', head, rows)}</section>"
+    )
+
+
+def _layer_row(name: str, facts: LayerFacts, cells: Mapping[int, int]) -> str:
+    clamped = "none" if facts.clamped_step is None else f"{facts.clamped_pct:.2g} %"
+    clamped += "" if facts.clamped_step is None else f" in step {facts.clamped_step:,}"
+    room = "–" if facts.headroom_step is None else f"{facts.headroom:+.1f} octaves"
+    room += "" if facts.headroom_step is None else f" in step {facts.headroom_step:,}"
+    colours = list(cells.values())
+    told = ", ".join(
+        f"{word}: {colours.count(i)}" for i, word in enumerate(COLOUR_NAMES) if i in colours
+    )
+    return (
+        f"<tr><td><code>{escape(name)}</code></td><td>{clamped}</td><td>{room}</td>"
+        f"<td>{told or '–'}</td></tr>"
+    )
+
+
 def _precision(story: Story) -> str:
-    body = ""
-    if any(record.tensors for record in story.kept):
-        keys = "".join(
-            _key(f'<rect class="h{i}" width="22" height="12" rx="2"/>', name)
-            for i, name in enumerate(COLOUR_NAMES)
-        )
-        keys += _key('<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
-        body += (
-            "<section><h2>FP8 range by layer</h2>"
-            '<p class="sub">share of values clamped to the FP8 maximum, and where there is next '
-            "to none the octaves left below it; worst operand, trouble of undone steps "
-            "included</p>"
-            f'{_both(precision_chart, story)}<div class="legend">{keys}</div></section>'
-        )
-    if story.bf16:
-        body += f"<section><h2>Layers in BF16</h2>{_both(bf16_chart, story)}</section>"
-    return body
+    linears = len(story.layers.cells)
+    head = '<section><h2>Precision map</h2><p class="sub">'
+    if not story.bf16:
+        every = f"all {linears} linears" if linears else "no linear"
+        return f"{head}{every} computed in FP8 in every step that was kept</p></section>"
+    others = linears - len(story.bf16)
+    rest = f"; the other {_count(others, 'linear')} in FP8 all the time" if others > 0 else ""
+    rows = "".join(
+        f"<tr><td><code>{escape(name)}</code></td><td>"
+        + ", ".join(f"{a:,} to {b - 1:,}" for a, b in story.bf16[name])
+        + "</td></tr>"
+        for name in sorted(story.bf16)
+    )
+    words = _table("In words", "<th>linear</th><th>steps in BF16</th>", rows)
+    return (
+        f"{head}striped: the linear computed in BF16{rest}</p>"
+        f"{_both(bf16_chart, story)}{words}</section>"
+    )
 
 
 def _story(story: Story) -> str:
@@ -283,6 +375,28 @@ def _summary(summary: Row) -> str:
         for k, v in plain.items()
     )
     return f"<section><h2>Summary</h2><table>{rows}</table></section>"
+
+
+def _environment(view: JobView) -> str:
+    told = dict(environment_of(view))
+    start = next((e for e in reversed(view.events) if e["kind"] == "attempt_started"), None)
+    detail = (start or {}).get("detail") or {}
+    degrees = view.section("parallelism") or {}
+    facts = {
+        "ranks": detail.get("ranks"),
+        "nodes": view.section("num_nodes"),
+        **{f"{name} degree": degrees.get(name) for name in ("pipeline", "tensor", "data")},
+        "ZeRO stage": degrees.get("zero_stage"),
+        "linears run on": detail.get("backend"),
+        "because": detail.get("backend_reason"),
+        **told,
+    }
+    rows = "".join(
+        f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>"
+        for k, v in facts.items()
+        if v not in (None, "")
+    )
+    return f"<section><h2>Environment</h2><table>{rows}</table></section>" if rows else ""
 
 
 def _configuration(view: JobView) -> str:

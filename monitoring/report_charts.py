@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from monitoring.amax import headroom_octaves, split_name
 from monitoring.charts import (
     HATCH,
     Frame,
     Point,
     arc_back,
-    badge,
+    badges,
     dots,
     heat_map,
     line,
@@ -28,6 +27,7 @@ from monitoring.charts import (
 from monitoring.episodes import Episode, bf16_stretches, episodes
 from monitoring.job_view import JobView, split_timelines
 from monitoring.records import StepRecord
+from monitoring.report_layers import Layers
 from monitoring.report_style import PICTURE
 
 MOST_LAYERS = 24
@@ -46,6 +46,7 @@ class Story:
     """Abandoned records, one list a stretch of one attempt and timeline."""
     episodes: list[Episode]
     bf16: dict[str, list[tuple[int, int]]]
+    layers: Layers
 
     @classmethod
     def of(cls, view: JobView) -> Story:
@@ -60,17 +61,15 @@ class Story:
             ):
                 stretches.append([])
             stretches[-1].append(record)
-        return cls(view, kept, stretches, episodes(view), bf16_stretches(kept))
+        fp8_format = str(view.section("fp8", "format") or "HYBRID")
+        layers = Layers.of(kept, abandoned, fp8_format)
+        return cls(view, kept, stretches, episodes(view), bf16_stretches(kept), layers)
 
     @property
     def x_range(self) -> tuple[float, float]:
         """Steps shown: all there are, abandoned ones included."""
         every = [r.step for r in self.kept] + [r.step for part in self.lost for r in part]
         return (float(min(every, default=0)), float(max(max(every, default=1), 1)))
-
-    @property
-    def fp8_format(self) -> str:
-        return str(self.view.section("fp8", "format") or "HYBRID")
 
 
 def is_good(episode: Episode) -> bool:
@@ -97,7 +96,7 @@ def _loss_range(story: Story) -> tuple[float, float]:
 
 def _marks(story: Story, frame: Frame, lane: float) -> str:
     """Dashed lines and numbered badges of the episodes, arrows back where steps were redone."""
-    parts = []
+    parts, marks = [], []
     for episode in story.episodes:
         good = is_good(episode)
         x = frame.x(episode.step)
@@ -106,8 +105,8 @@ def _marks(story: Story, frame: Frame, lane: float) -> str:
         if episode.to_step is not None:
             parts.append(arc_back(frame, episode.step, episode.to_step, lane - 11))
         tip = f"Step {episode.step}: {episode.trouble or episode.answer}"
-        parts.append(badge(x, lane, str(episode.number), "good" if good else "", tip))
-    return "".join(parts)
+        marks.append((x, str(episode.number), "good" if good else "", tip))
+    return "".join([*parts, badges(marks, lane)])
 
 
 def _lines(story: Story, frame: Frame, value: str) -> str:
@@ -146,7 +145,7 @@ def loss_chart(story: Story, width: float) -> str:
     frame = Frame(width, height, story.x_range, _loss_range(story), top=62.0)
     body = frame.axes() + _lines(story, frame, "loss") + _beyond(story, frame)
     body += _marks(story, frame, lane)
-    return picture(width, height, "Training loss over steps, in nats a token", body)
+    return picture(width, height, _told(story, "loss", "Training loss in nats a token"), body)
 
 
 def grad_norm_chart(story: Story, width: float) -> str:
@@ -162,72 +161,41 @@ def grad_norm_chart(story: Story, width: float) -> str:
         for e in story.episodes
     )
     body += _lines(story, frame, "grad_norm")
-    return picture(width, height, "Gradient norm over steps, logarithmic", body)
+    label = _told(story, "grad_norm", "Gradient norm, logarithmic")
+    return picture(width, height, label, body)
 
 
-def cell_colour(clamped_pct: float, headroom: float) -> int:
-    """Colour of a layer in one step, 0 the worst to 6.
-
-    Clamped values decide; headroom only where there are next to none. Delayed scaling leaves
-    a steady tensor no headroom by intent, so that little of it is no trouble by itself.
-    """
-    for colour, limit in enumerate(CLAMPED_PCT):
-        if clamped_pct >= limit:
-            return colour
-    return len(CLAMPED_PCT) + sum(headroom >= limit for limit in HEADROOM_OCTAVES)
-
-
-CLAMPED_PCT = (10.0, 1.0, 0.1)
-"""Percent of values clamped from which the first colours are taken."""
-HEADROOM_OCTAVES = (1.0, 2.0, 3.0)
-"""Headroom that parts the other colours."""
+def _told(story: Story, value: str, what: str) -> str:
+    """A line in words: where it begins, ends, and was at most and least."""
+    points = [(r.step, getattr(r, value)) for r in story.kept if math.isfinite(getattr(r, value))]
+    if not points:
+        return f"{what}: never finite"
+    (first, begin), (last, end) = points[0], points[-1]
+    low, high = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
+    told = f"{what}: {short(begin)} at step {first}, {short(end)} at step {last}"
+    told += f"; lowest {short(low[1])} at step {low[0]}, highest {short(high[1])} at step {high[0]}"
+    lost = _finite([getattr(r, value) for part in story.lost for r in part])
+    if lost:
+        told += f"; {_many(len(lost), 'undone step')} reached {short(max(lost))}"
+    return told
 
 
-def precision_cells(story: Story) -> dict[str, dict[int, int]]:
-    """Layer → step → colour of its worst operand, in the layers' own order.
-
-    A layer in BF16 has none. Of abandoned steps only trouble is shown, for the kept ones
-    stand in the same place.
-    """
-    cells: dict[str, dict[int, int]] = {}
-    for record in story.kept:
-        _paint(cells, record, story.fp8_format, most=len(CLAMPED_PCT) + len(HEADROOM_OCTAVES))
-    for record in (r for part in story.lost for r in part):
-        _paint(cells, record, story.fp8_format, most=len(CLAMPED_PCT) - 1)
-    return cells
-
-
-def _paint(
-    cells: dict[str, dict[int, int]], record: StepRecord, fp8_format: str, most: int
-) -> None:
-    away = frozenset(record.high_precision_layers)
-    for name, stats in record.tensors.items():
-        layer = split_name(name)[0]
-        row = cells.setdefault(layer, {})
-        if layer in away or not stats.calibrated:
-            continue
-        room = headroom_octaves(name, stats, fp8_format)
-        colour = cell_colour(stats.saturated_pct, room)
-        if colour <= most:
-            row[record.step] = min(colour, row.get(record.step, colour))
+def _many(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def precision_chart(story: Story, width: float) -> str:
     """Heat map layer × step: clamped values and headroom, BF16 stretches striped."""
-    cells = precision_cells(story)
-
-    def badness(name: str) -> list[int]:
-        colours = list(cells[name].values())
-        return [-colours.count(c) for c in range(len(CLAMPED_PCT) + 1)]
-
-    shown = set(sorted(cells, key=badness)[:MOST_LAYERS])
-    rows = [name for name in cells if name in shown]
+    rows = story.layers.worst(MOST_LAYERS)
     height = 8 + 15.0 * max(1, len(rows)) + 30
     left = min(16 + 6.6 * max((len(name) for name in rows), default=4), 0.42 * width)
     frame = Frame(width, height, story.x_range, (0, 1), left=left, top=8.0)
     hatched = {k: [(float(a), float(b)) for a, b in v] for k, v in story.bf16.items()}
-    body = heat_map(frame, rows, cells, hatched)
-    return picture(width, height, "Clamped values and FP8 headroom by layer and step", body)
+    body = heat_map(frame, rows, story.layers.cells, hatched)
+    label = (
+        f"Clamped values and FP8 headroom of {_many(len(rows), 'layer')} by step; in words below"
+    )
+    return picture(width, height, label, body)
 
 
 def bf16_chart(story: Story, width: float) -> str:
@@ -248,7 +216,8 @@ def bf16_chart(story: Story, width: float) -> str:
                 f'width="{number(max(3.0, until - x))}">'
                 f"<title>steps {begin} to {end - 1}</title></rect>"
             )
-    return picture(width, height, "Layers in BF16 over steps", "".join(parts) + frame.x_axis())
+    label = f"When {_many(len(rows), 'layer')} computed in BF16; in words below"
+    return picture(width, height, label, "".join(parts) + frame.x_axis())
 
 
 def recovery_picture(view: JobView) -> str:

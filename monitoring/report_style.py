@@ -36,10 +36,26 @@ svg .strong{font-weight:650}svg .soft{fill:var(--soft)}
 .stripe{stroke:var(--stripe);stroke-width:2.4}
 """
 
+PATTERNED = """
+path.h0,.legend rect.h0{fill:url(#p0)}path.h1,.legend rect.h1{fill:url(#p1)}
+path.h2,.legend rect.h2{fill:url(#p2)}
+.on{stroke:var(--card);stroke-width:.9;fill:none}.dot{fill:var(--ink);opacity:.65}
+.u-productive{fill:var(--loss)}.u-lost{fill:url(#lost)}.u-recovering{fill:url(#recovering)}
+.u-waiting{fill:url(#waiting)}.lost-back{fill:var(--ghost)}.recovering-back{fill:var(--bad)}
+.waiting-back{fill:var(--line)}.bracket{stroke:var(--soft);fill:none}
+.badge rect{fill:var(--bad)}.badge.good rect{fill:var(--good)}
+table.time svg{width:14px;height:14px;display:inline-block;margin:0 8px -2px 0}
+table.time td:nth-child(n+3){text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+table.time th:nth-child(n+3){text-align:right}table.time .part th{padding-left:22px}
+table.time td:nth-child(2){color:var(--soft)}
+"""
+"""Beside the charts' own: patterns for trouble and uses of time."""
+
 PAGE = (
     f":root{{color-scheme:light dark;{LIGHT}}}"
     f"@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}"
     + CHART
+    + PATTERNED
     + """
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);
@@ -70,7 +86,9 @@ article:first-of-type{border-top:0}article:last-of-type{padding-bottom:0}
 .num{width:24px;height:24px;border-radius:50%;background:var(--bad);color:var(--card);
 font-weight:700;font-size:13px;display:grid;place-items:center}
 .num.good{background:var(--good)}
-article h3{font-size:15px;margin:0}article p{margin:4px 0;overflow-wrap:anywhere}
+article h3{font-size:15px;margin:0}
+h3.chart{font-size:14px;font-weight:600;margin:18px 0 2px}
+article p{margin:4px 0;overflow-wrap:anywhere}
 .when{color:var(--soft);font-weight:400;font-size:13px}
 .done{color:var(--good);font-weight:650}
 dl.facts{display:flex;flex-wrap:wrap;gap:6px;margin:8px 0 4px}
@@ -89,7 +107,9 @@ pre{margin:8px 0 0;font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace;
 footer{color:var(--soft);font-size:12.5px}
 @media(max-width:640px){main{padding:16px 10px 40px}section{padding:13px 12px}.tiles{padding:0}
 .wide{display:none}.narrow{display:block}h1{font-size:21px}.tile{padding:9px 12px;flex-basis:120px}
-.tile b{font-size:18px}}
+.tile b{font-size:18px}table.time td:nth-child(2){display:none}
+table.time th:nth-child(2){display:none}th,td{padding-right:8px;overflow-wrap:anywhere}
+table:not(.time) tr>th:first-child:nth-last-child(2){width:52%}}
 @media print{body{background:#fff}section{break-inside:avoid}}
 """
 )

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monitoring.amax import worst_by_headroom
-from monitoring.charts import short
+from monitoring.charts import duration, short
 from monitoring.detectors.baseline import median
 from monitoring.episodes import Episode, episodes
 from monitoring.job_view import JobView, split_timelines
@@ -104,18 +104,6 @@ def eta_s(view: JobView, kept: Sequence[StepRecord]) -> float | None:
     left = total - 1 - kept[-1].step
     recent = [r.step_time_s for r in kept[-RECENT_STEPS:]]
     return left * median(recent) if left > 0 else None
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 m 05 s``, ``2 h 10 m``, ``3 d 4 h``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def _progress(view: JobView, kept: Sequence[StepRecord], width: int) -> RenderableType:

@@ -194,3 +194,66 @@ def recovered_view(state: str = "succeeded") -> JobView:
             {"kind": "rolled_back", "time": base[92].time, "message": "Rolled back to step 80."},
         ),
     )
+
+
+def eventful_view() -> JobView:
+    """``recovered_view`` with what surrounds it: the queue, a start, then a rank that dies at step
+    210, a restart from 200, and a pause that a person ended."""
+    view = recovered_view()
+    begun = view.steps[0].time - view.steps[0].step_time_s
+    died = view.steps[-30].time
+    steps = [*view.steps[:-29]]
+    again = [r for r in view.steps if r.timeline == 1 and r.step >= 200]
+    for record in again:
+        later = 14.0 if record.step < 225 else 31.0
+        steps.append(dataclasses.replace(record, attempt=2, time=record.time + later))
+    death = {
+        "kind": "rank_died", "detector": "supervisor", "attempt": 1, "timeline": 1, "step": 211,
+        "onset_step": 211, "time": died + 0.4, "message": "Rank 2 died in step 211: SIGKILL.",
+        "evidence": {}, "suspects": [], "ranks": [2],
+    }  # fmt: skip
+    restart = {
+        "kind": "restart", "attempt": 1, "timeline": 1, "step": 210, "time": died + 0.5,
+        "reason": "End the survivors and start again from the newest copy.", "incidents": [death],
+        "to_step": None, "in_place": False, "skip_batches": [], "precision": {},
+        "passed_over": [{"rung": "rollback", "why": "a rank is gone, and its memory with it"}],
+    }  # fmt: skip
+    paused = again[24].time + 14.5
+
+    def state(time: float, to: str) -> dict[str, object]:
+        return {"kind": "state", "time": time, "message": to, "detail": {"to": to}}
+
+    def started(time: float, attempt: int, step: int, tier: str) -> dict[str, object]:
+        detail = {
+            "attempt": attempt, "ranks": 4, "step": step, "tier": tier, "backend": "native",
+            "backend_reason": "Transformer Engine needs a CUDA device and the job runs on CPU",
+            "environment": {"python": "3.11.9", "torch": "2.13.0", "cpus": "8"},
+        }  # fmt: skip
+        return {"kind": "attempt_started", "time": time, "message": "", "detail": detail}
+
+    events = [
+        {"kind": "submitted", "time": begun - 9.0, "message": "submitted", "detail": {}},
+        state(begun - 7.0, "starting"),
+        started(begun - 5.0, 1, 0, "seed"),
+        state(begun, "running"),
+        *view.events,
+        started(died + 8.0, 2, 200, "memory"),
+        state(paused, "paused"),
+        state(paused + 8.0, "queued"),
+        state(paused + 9.0, "starting"),
+        state(again[25].time + 31.0, "running"),
+        state(again[-1].time + 31.5, "succeeded"),
+    ]
+    spec = {
+        **view.spec,
+        "num_nodes": 2,
+        "parallelism": {"pipeline": 2, "tensor": 1, "data": 2, "zero_stage": 1},
+    }
+    return dataclasses.replace(
+        view,
+        spec=spec,
+        steps=tuple(steps),
+        incidents=(*view.incidents, death),
+        actions=(*view.actions, restart),
+        events=tuple(events),
+    )

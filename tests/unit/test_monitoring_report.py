@@ -5,12 +5,14 @@ import time
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from monitoring.charts import log_ticks, short, thinned, ticks
 from monitoring.job_view import JobView
 from monitoring.report import recovery_picture, render_report
-from monitoring.report_charts import Story, cell_colour, loss_chart, precision_cells
+from monitoring.report_charts import Story, loss_chart
+from monitoring.report_layers import colours_of
 from tests.unit.monitoring_traces import FALLEN, healthy_trace, recovered_view
 
 VIEW = recovered_view()
@@ -88,7 +90,7 @@ class TestThePage:
 
     def test_ids_are_unique(self):
         ids = [v for _, k, v in self.page.attributes if k == "id"]
-        assert ids == ["stripes"]
+        assert ids == ["stripes", "p0", "p1", "p2", "lost", "recovering", "waiting"]
 
     def test_every_text_of_users_and_runs_is_escaped(self):
         steps = [
@@ -171,7 +173,7 @@ class TestCharts:
         assert chart.count('class="ghost-dot"') == 13
 
     def test_the_heat_map_shows_the_clamped_layer_where_it_later_was_in_bf16(self):
-        cells = precision_cells(Story.of(VIEW))
+        cells = Story.of(VIEW).layers.cells
         row = cells["layers.2.mlp.down"]
         assert row[90] == row[92] == 0
         assert 89 not in row
@@ -180,8 +182,9 @@ class TestCharts:
         assert 0 not in cells["layers.3.mlp.down"].values()
 
     def test_colours_go_by_clamped_values_first(self):
-        assert [cell_colour(p, 0.2) for p in (20.0, 2.0, 0.2, 0.0)] == [0, 1, 2, 3]
-        assert [cell_colour(0.0, r) for r in (-1.0, 1.5, 2.5, 9.0)] == [3, 4, 5, 6]
+        clamped, rooms = np.array([20.0, 2.0, 0.2, 0.0]), np.array([-1.0, 1.5, 2.5, 9.0])
+        assert colours_of(clamped, np.full(4, 0.2)).tolist() == [0, 1, 2, 3]
+        assert colours_of(np.zeros(4), rooms).tolist() == [3, 4, 5, 6]
 
     def test_the_picture_stands_alone(self):
         picture = ElementTree.fromstring(recovery_picture(VIEW))

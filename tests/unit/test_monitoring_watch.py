@@ -6,8 +6,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from monitoring.charts import duration
 from monitoring.job_view import JobView
-from monitoring.watch import duration, eta_s, plain_line, sparkline, watch_panel
+from monitoring.watch import eta_s, plain_line, sparkline, watch_panel
 from tests.unit.monitoring_traces import recovered_view
 
 VIEW = recovered_view("running")
@@ -98,7 +99,15 @@ class TestSparkline:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (42, "42 s"), (185, "3 m 05 s"), (7800, "2 h 10 m"), (273_600, "3 d 4 h")],
+    [
+        (0.04, "0 s"),
+        (0.4, "0.4 s"),
+        (2.04, "2 s"),
+        (42, "42 s"),
+        (185, "3 m 05 s"),
+        (7800, "2 h 10 m"),
+        (273_600, "3 d 4 h"),
+    ],
 )
 def test_durations_are_told_in_two_units(seconds, text):
     assert duration(seconds) == text
