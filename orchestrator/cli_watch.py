@@ -31,7 +31,7 @@ def follow(
     after every poll, and may raise to end.
     """
     out = to or sys.stdout
-    following = Following(client, job)
+    following = Following(client, job, whole=False)
     if out.isatty() if live is None else live:
         _follow_live(following, out, each)
     else:
@@ -52,17 +52,24 @@ def follow_json(client: Client, job: str) -> str:
 
 
 def _follow_live(following: Following, out: TextIO, each: Callable[[], None]) -> None:
+    """A panel on a screen of its own, which leaves the terminal as it was, however it ends; the
+    last one stays."""
     from rich.console import Console
     from rich.live import Live
 
     from monitoring.watch import watch_panel
 
     console = Console(file=out)
-    with Live(console=console, auto_refresh=False) as live:
-        while not following.settled:
-            following.poll(REFRESH_S)
-            live.update(watch_panel(following.view(), console.width), refresh=True)
-            each()
+    try:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            while not following.settled:
+                following.poll(REFRESH_S)
+                # The terminal's size of this moment: it may have changed.
+                width, height = console.size
+                live.update(watch_panel(following.view(), width, height), refresh=True)
+                each()
+    finally:
+        console.print(watch_panel(following.view(), console.width))
 
 
 def _follow_lines(following: Following, out: TextIO, each: Callable[[], None]) -> None:

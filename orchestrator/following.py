@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
+from monitoring.tensor_stats import NO_TENSORS
 from orchestrator.client import Client
+
+CAUGHT_UP = 100
+"""Steps that a page has fewer of where it is the newest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,10 @@ class News:
 class Following:
     """All that the API tells of one job, kept up to date by ``poll``."""
 
-    def __init__(self, client: Client, job: str) -> None:
+    def __init__(self, client: Client, job: str, *, whole: bool = True) -> None:
+        """``whole``: with the statistics of every step's tensors; else of the newest alone, which
+        is what a live view shows: those of a long job would be gigabytes."""
+        self._whole = whole
         self._client = client
         self._shown = client.job(job)
         self.job = str(self._shown["id"])
@@ -36,9 +43,7 @@ class Following:
         """Ask for what is new; held back up to ``wait`` seconds while there is nothing."""
         client = self._client
         # Steps come several a second, so it is them that a poll waits for.
-        page = client.patiently(client.steps, self.job, self._after["steps"], wait)
-        steps = tuple(_step(row) for row in page["steps"])
-        self._after["steps"] = page["next"]
+        steps = self._new_steps(wait)
         told = client.patiently(client.events, self.job, self._after["events"])
         events = tuple(told["events"])
         self._after["events"] = told["next"]
@@ -52,6 +57,18 @@ class Following:
         self.settled = bool(told["settled"]) and not events and not steps
         return News(events, steps)
 
+    def _new_steps(self, wait: float) -> tuple[StepRecord, ...]:
+        client, after = self._client, self._after["steps"]
+        page = client.patiently(client.steps, self.job, after, wait, tensors=self._whole)
+        rows = page["steps"]
+        self._after["steps"] = page["next"]
+        if 0 < len(rows) < CAUGHT_UP and not self._whole:
+            if self._steps:
+                self._steps[-1] = replace(self._steps[-1], tensors=NO_TENSORS)
+            last = client.patiently(client.steps, self.job, rows[-1]["id"] - 1)
+            rows = [*rows[:-1], *last["steps"][:1]]
+        return tuple(map(_step, rows))
+
     def view(self) -> JobView:
         """The job as known now."""
         return JobView(
@@ -62,7 +79,7 @@ class Following:
             incidents=tuple(self._records["incidents"]),
             actions=tuple(self._records["actions"]),
             events=tuple(self._events),
-            extra={"job_dir": self._shown["job_dir"], "reason": self._shown["reason"]},
+            extra={k: self._shown[k] for k in ("job_dir", "reason", "nodes", "attempt")},
         )
 
 

@@ -9,14 +9,25 @@ from rich.console import Console
 from monitoring.charts import duration
 from monitoring.job_view import JobView
 from monitoring.watch import eta_s, plain_line, sparkline, watch_panel
-from tests.unit.monitoring_traces import recovered_view
+from tests.unit.monitoring_traces import eventful_view, recovered_view
 
 VIEW = recovered_view("running")
 
 
-def shown(view, width):
+NODES = [{"node_ip": "10.0.0.1", "slots": 2}, {"node_ip": "10.0.0.9", "slots": 2, "spare": True}]
+EVENTS = eventful_view().events
+EVENTFUL = dataclasses.replace(
+    eventful_view(),
+    state="running",
+    steps=VIEW.steps[:130],
+    events=[e for e in EVENTS if e["message"] not in ("", "succeeded")],
+    extra={"attempt": 2, "nodes": NODES},
+)
+
+
+def shown(view, width, height=None):
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(watch_panel(view, width))
+    console.print(watch_panel(view, width, height))
     return console.file.getvalue()
 
 
@@ -40,12 +51,42 @@ class TestPanel:
         assert "Step 90: " in text
         assert "Rolled back to step 80, layers to BF16" in text
 
+    @pytest.mark.parametrize("height", [12, 18, 24, 40, 80])
+    def test_fits_any_height_and_what_happened_comes_first(self, height):
+        lines = shown(EVENTFUL, 80, height).splitlines()
+        assert len(lines) <= height
+        assert "running" in lines[-2], "the last event"
+        told = "\n".join(lines)
+        assert ("octaves" in told) == (height >= 18)
+        assert ("88BB" in told) == (height >= 24)
+
+    def test_says_of_every_linear_whether_it_is_in_fp8_or_bf16(self):
+        text = shown(cut(130), 110)
+        assert "precision: 14 linears in FP8 (8), 2 in BF16 (B)" in text
+        assert "0 8888 1 8888 2 88BB 3 8888" in text
+
+    def test_of_many_blocks_shows_those_that_are_not_as_they_began(self):
+        record = VIEW.steps[129]
+        layers = [f"layers.{i}.mlp.down" for i in range(2000)]
+        tensors = {f"{name}/input": record.tensors["layers.0.mlp.down/input"] for name in layers}
+        moved = ("layers.7.mlp.down", "layers.1234.mlp.down")
+        steps = [dataclasses.replace(record, tensors=tensors, high_precision_layers=moved)]
+        text = shown(dataclasses.replace(VIEW, steps=steps), 100, 40)
+        assert "1998 linears in FP8 (8), 2 in BF16" in text
+        assert "7 B    1234 B" in text
+
+    def test_shows_nodes_and_how_ranks_divide_the_work(self):
+        text = shown(EVENTFUL, 80, 24)
+        assert "ranks 4  2 pipeline × 2 data  attempt 2" in text
+        assert "nodes 2  10.0.0.1 2 ranks  10.0.0.9 spare" in text
+
     def test_shows_the_tensors_nearest_to_their_maximum_clamped_ones_first(self):
         text = shown(cut(92), 110)
         assert " 88.0 % clamped " in text
         names = [n for n in VIEW.steps[91].tensors if n in text]
-        assert len(names) == 3
+        assert len(names) == 8
         assert "layers.2.mlp.down/input" in names
+        assert len({name.rpartition("/")[0] for name in names}) == 8, "each layer once"
 
     def test_text_of_a_run_is_not_markup(self):
         event = {"kind": "x", "time": 1.0, "message": "[bold red]loud[/] \x1b[31mred"}

@@ -1,0 +1,165 @@
+"""`octavo watch` on a real pseudo-terminal, as another machine would run it: over HTTP alone."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyte
+
+from orchestrator.home import Home
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import EventDraft, SupervisorBatch
+from tests.unit.control_plane import ControlPlane
+from tests.unit.monitoring_traces import recovered_view
+
+WITHIN_S = 60.0
+
+
+class Terminal:
+    """A command on a terminal, and the screen as a person sees it."""
+
+    def __init__(self, command: list[str], env: dict[str, str], columns: int, lines: int) -> None:
+        self.master, slave = pty.openpty()
+        self.screen = pyte.Screen(columns, lines)
+        self.stream = pyte.ByteStream(self.screen)
+        self.bytes = b""
+        self._size(columns, lines)
+        self.before = termios.tcgetattr(slave)
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=env,
+            start_new_session=True,
+            # Ctrl-C is a signal to those whose controlling terminal it is typed on.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        self._slave = slave
+
+    def resize(self, columns: int, lines: int) -> None:
+        self._size(columns, lines)
+        self.screen.resize(lines, columns)
+        os.kill(self.process.pid, signal.SIGWINCH)
+
+    def until(self, seen: Callable[[list[str]], bool]) -> list[str]:
+        """The screen's lines once they are as wanted."""
+        end = time.monotonic() + WITHIN_S
+        while time.monotonic() < end:
+            over = self.process.poll() is not None
+            ready, _, _ = select.select([self.master], [], [], 0.1)
+            if ready:
+                try:
+                    data = os.read(self.master, 65536)
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
+                    break
+                self.bytes += data
+                self.stream.feed(data)
+            lines = [line.rstrip() for line in self.screen.display]
+            if seen(lines):
+                return lines
+            if over and not ready:
+                break
+        raise AssertionError("not seen:\n" + "\n".join(self.screen.display))
+
+    def settings(self) -> list[object]:
+        return termios.tcgetattr(self._slave)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        os.close(self._slave)
+        os.close(self.master)
+
+    def _size(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+def whole(lines: list[str], columns: int) -> bool:
+    """Whether the screen shows a panel as wide as it is, from its first line to its last."""
+    told = [line for line in lines if line]
+    return (
+        len(told) > 5
+        and {len(line) for line in told} == {columns}
+        and told[0].endswith("╮")
+        and told[-1].endswith("╯")
+        and all(line.endswith("│") for line in told[1:-1])
+    )
+
+
+def test_a_job_is_watched_at_any_width_and_left_with_a_sane_terminal(
+    home: Home, plane: ControlPlane, tmp_path: Path
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    steps = tuple(record.to_json() for record in recovered_view().steps[:60])
+    told = (EventDraft("told", 5.0, "something happened", {}),)
+    batch = SupervisorBatch(1, steps=steps, events=told)
+    plane.controller.report(job, 1, batch)
+    server = home.server()
+    token = home.token()
+    assert server is not None and token is not None
+    # Nothing of the controller's home: what another machine has is an address and a token.
+    env = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(Path.cwd()),
+        "HOME": str(tmp_path),
+        "TERM": "xterm-256color",
+        "LC_ALL": "C.UTF-8",
+        "OCTAVO_URL": server.url,
+        "OCTAVO_TOKEN": token,
+    }
+    terminal = Terminal([sys.executable, "-m", "orchestrator.cli", "watch", job], env, 80, 24)
+    try:
+        lines = terminal.until(lambda lines: whole(lines, 80) and "octaves" in "".join(lines))
+        text = "\n".join(lines)
+        assert lines[0].startswith(f"╭─ {job}")
+        for word in ("ranks 4", "nodes 1", "loss", "tokens/s", "octaves", "something happened"):
+            assert word in text, word
+        terminal.resize(200, 50)
+        lines = terminal.until(lambda lines: whole(lines, 200))
+        assert sum("╭─" in line for line in lines) == 1, "nothing is left of the smaller one"
+        terminal.resize(60, 20)
+        lines = terminal.until(lambda lines: whole(lines, 60))
+        assert sum("╭─" in line for line in lines) == 1
+        os.write(terminal.master, b"\x03")
+        terminal.until(lambda lines: terminal.process.poll() is not None)
+        terminal.until(lambda lines: any("╰" in line for line in lines))
+        assert terminal.process.returncode == 130
+        assert not terminal.screen.cursor.hidden
+        assert terminal.settings() == terminal.before
+    finally:
+        terminal.close()
+    # The screen that was there before is shown again, with the cursor.
+    assert terminal.bytes.count(b"\x1b[?1049h") == terminal.bytes.count(b"\x1b[?1049l") == 1
+    assert terminal.bytes.rfind(b"\x1b[?25h") > terminal.bytes.rfind(b"\x1b[?25l")
+    assert b"Traceback" not in terminal.bytes
+
+
+def test_without_a_terminal_it_is_plain_lines_to_the_end(home: Home, plane: ControlPlane) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    steps = tuple(record.to_json() for record in recovered_view().steps[:3])
+    ended = (JobState.SUCCEEDED, Cause.STEPS_DONE)
+    plane.controller.report(job, 1, SupervisorBatch(1, steps=steps, transition=ended))
+    plane.supervisors.done.add(job)
+    plane.steps()
+    command = [sys.executable, "-m", "orchestrator.cli", "watch", job]
+    done = subprocess.run(command, capture_output=True, timeout=WITHIN_S)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\x1b" not in done.stdout and b"step     2  loss" in done.stdout
