@@ -210,7 +210,7 @@ ROWS = (
         "the same with the controller on it",
         kill_head,
         cluster=HEAD_IN_REDIS,
-        changes=ALONE,
+        changes={"resources": {"spares": 0}},
         deadline_s=300,
     ),
     Row("cluster", "head and all nodes killed, started again", kill_all),
