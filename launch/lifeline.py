@@ -36,14 +36,19 @@ class Lifeline:
         self.where = (address, port)
         threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
 
+    def forget(self) -> None:
+        """Those at the other ends so far have ended; one that has not ties itself anew."""
+        held, self._held = self._held, []
+        for connection in held:
+            connection.close()
+
     def close(self) -> None:
         """Let go: for those at the other ends this process is gone."""
         # Closing alone would leave the thread in its call, and with it the port open.
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        for held in self._held:
-            held.close()
+        self.forget()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

@@ -182,6 +182,7 @@ class WorkerGroup:
         """End the attempt's ranks and wait until their processes are gone."""
         self._end_all(self._ranks)
         self._ranks = []
+        self._lifeline.forget()
 
     def one_a_node(self) -> dict[str, Any]:
         """A worker of each node of the attempt, by node id; its imports are done once ``ready``."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_a_connection_that_somebody_cuts_is_tied_anew(monkeypatch: pytest.Monkey
         last = server.accept()[0]
         assert not told.is_set()
     last.close()
+    assert told.wait(30)
+
+
+def test_who_was_forgotten_and_lives_ties_itself_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "PAUSE_S", 0.01)
+    line = Lifeline("127.0.0.1")
+    told = threading.Event()
+    depend_on(line.where, told.set)
+    for _ in range(2):
+        deadline = time.monotonic() + 30
+        while not line._held:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        line.forget()
+    assert not told.is_set()
+    line.close()
     assert told.wait(30)
 
 
