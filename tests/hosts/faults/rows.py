@@ -207,7 +207,7 @@ ROWS = (
     ),
     Row(
         "head_and_controller",
-        "the same with the controller on it",
+        "Ray's head and the controller killed and started again, tables in Redis",
         kill_head,
         cluster=HEAD_IN_REDIS,
         changes={"resources": {"spares": 0}},
@@ -216,7 +216,7 @@ ROWS = (
     Row("cluster", "head and all nodes killed, started again", kill_all),
     Row(
         "cluster_in_redis",
-        "the same, Ray's tables in Redis, which tell of nobody that lives",
+        "head and all nodes killed, started again on the same tables in Redis",
         kill_all,
         cluster=HEAD_IN_REDIS,
         deadline_s=300,
