@@ -85,7 +85,7 @@ class RecoveryConfig(_Section):
     """Times that all layers may be moved to BF16."""
     max_accepted_leaps: int = Field(2, ge=0)
     """Leaps of the loss that may be taken for a change of the data, after other batches and BF16
-    led to the same; 0: never, the learning rate is lowered instead."""
+    led to the same; beyond it a person is called. 0: never, the learning rate is lowered."""
     max_layer_fallbacks: int = Field(10, ge=0)
     """Times that suspect layers are moved to BF16, with a rollback or before one is needed."""
     max_exchange_fallbacks: int = Field(2, ge=0)

@@ -38,6 +38,10 @@ PLATEAU_STEPS = 16
 """The same of plateaus, whose beginning is known to half an average's length."""
 SAME_HEIGHT = 1.5
 """Ratio of losses up to which they are taken to be as high: batches of a new domain differ."""
+WORST_DATA = 1.5
+"""Times the loss of guessing that data may cost a good state: one that is sure of the other."""
+SKIPPING: tuple[ActionKind, ...] = ("rollback",)
+"""Answers that leave batches out, and nothing else."""
 CORRUPTION: frozenset[IncidentKind] = frozenset({"replica_disagreement"})
 """What a rank holds is not what was computed; no remedy of training cures that."""
 
@@ -135,6 +139,33 @@ def is_plateau(incidents: Sequence[Incident]) -> bool:
     """Whether the loss stays above the best of late; a rise, or a drift away from the lowest it
     ever was, is none."""
     return all(i.kind == "slow_divergence" and "best" in i.evidence for i in incidents)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherData:
+    """A leap that came with whatever was tried."""
+
+    height: float
+    """Highest loss."""
+    tries: int
+    """Stretches of batches that led to it."""
+
+
+def other_data(
+    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+) -> OtherData | str:
+    """What the incidents are if the data has become another; else why they aren't."""
+    row = answers_in_a_row(incidents, history, policy, (*SKIPPING, "whole_bf16"))
+    tries = 1 if is_plateau(incidents) else policy.max_consecutive_rollbacks
+    if fp8_now(history) or len(row) < tries:
+        return "other batches, and BF16, were not tried for it yet"
+    height = same_level(incidents, row)
+    if height is None:
+        return "it was not the same leap of the loss each time"
+    if height > WORST_DATA * history.guessing_loss:
+        guessed = f"{WORST_DATA:g} times that of guessing ({history.guessing_loss:.3g} nats)"
+        return f"a loss of {height:.3g} is more than {guessed}"
+    return OtherData(height, len(row) + 1)
 
 
 def same_level(incidents: Sequence[Incident], row: Sequence[Action]) -> float | None:

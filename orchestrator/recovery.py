@@ -159,17 +159,22 @@ def exchange_to_fp8(history: History, policy: RecoveryConfig) -> Action:
 def fallen_again(history: History) -> set[str]:
     """Layers that went to BF16, came back, and went again.
 
-    What a person moves has not failed, and what a person brings back begins anew.
+    What a person moves has not failed, and what a person brings back begins anew. Nor have layers
+    failed that went for a leap that turned out to be other data, which BF16 led to as well.
     """
     returned: set[str] = set()
     again: set[str] = set()
+    newest: set[str] = set()
     for action in history.actions:
-        for name, precision in action.precision.items():
-            if action.asked is not None:
-                returned.discard(name)
-                again.discard(name)
-            elif precision == "fp8":
-                returned.add(name)
-            elif name in returned:
-                again.add(name)
+        if action.kind == "accept":
+            again -= newest
+        fell = {name for name, precision in action.precision.items() if precision == "bf16"}
+        if action.asked is not None:
+            returned -= set(action.precision)
+            again -= set(action.precision)
+            continue
+        returned |= set(action.precision) - fell
+        # What had failed before it has failed whatever this one turns out to be.
+        newest = (fell & returned) - again if action.kind == "whole_bf16" else set()
+        again |= fell & returned
     return again

@@ -39,6 +39,7 @@ from orchestrator.evidence import (
     EARLY,
     EXCHANGE,
     LOST_RANK,
+    SKIPPING,
     answers_in_a_row,
     cause,
     count,
@@ -46,23 +47,17 @@ from orchestrator.evidence import (
     fp8_now,
     fp8_suspects,
     is_leap,
-    is_plateau,
     landing,
     onset,
+    other_data,
     raised_again,
     repaired_within,
-    same_level,
     skips_in_a_row,
     snapshot_before,
     spans,
     touched_batches,
 )
 from orchestrator.restart_budget import restarts_spent
-
-WORST_DATA = 1.5
-"""Times the loss of guessing that data may cost a good state: one that is sure of the other."""
-SKIPPING: tuple[ActionKind, ...] = ("rollback",)
-"""Answers that leave batches out, and nothing else."""
 
 
 class Rung(Protocol):
@@ -341,29 +336,31 @@ class Accept:
     ) -> Action | PassedOver:
         if refused := no_instability(self.kind, incidents):
             return refused
-        row = answers_in_a_row(incidents, history, policy, (*SKIPPING, "whole_bf16"))
-        tries = 1 if is_plateau(incidents) else policy.max_consecutive_rollbacks
-        if fp8_now(history) or len(row) < tries:
-            return PassedOver(self.kind, "other batches, and BF16, were not tried for it yet")
-        height = same_level(incidents, row)
-        if height is None:
-            return PassedOver(self.kind, "it was not the same leap of the loss each time")
-        if height > WORST_DATA * history.guessing_loss:
-            guessed = f"{WORST_DATA:g} times that of guessing ({history.guessing_loss:.3g} nats)"
-            return PassedOver(self.kind, f"a loss of {height:.3g} is more than {guessed}")
+        found = other_data(incidents, history, policy)
+        if isinstance(found, str):
+            return PassedOver(self.kind, found)
         if refused := spent(self.kind, history, policy, "max_accepted_leaps"):
             return refused
         reason = (
             f"Training goes on and the detectors begin anew: at step {onset(incidents, history)} "
-            f"the loss goes up to {height:.3g} at most, with {len(row) + 1} different stretches of "
-            f"batches, in BF16 too, so that the data is another and the state is not bad: "
+            f"the loss goes up to {found.height:.3g} at most, with {found.tries} different "
+            "stretches of batches, in BF16 too, so that the data is another and the state is not "
+            f"bad: "
             f"{cause(incidents)}."
         )
         return drafted(self.kind, incidents, history, reason)
 
 
+def _too_much_other_data(
+    incidents: Sequence[Incident], history: History, policy: RecoveryConfig
+) -> bool:
+    """Whether the data has become another, once more than may be accepted."""
+    other = other_data(incidents, history, policy)
+    return policy.max_accepted_leaps > 0 and not isinstance(other, str)
+
+
 class LowerLR:
-    """Answers instability that BF16 does not cure."""
+    """Answers instability that BF16 does not cure. Other data is none."""
 
     kind: ActionKind = "lower_lr"
 
@@ -372,6 +369,8 @@ class LowerLR:
     ) -> Action | PassedOver:
         if refused := no_instability(self.kind, incidents):
             return refused
+        if _too_much_other_data(incidents, history, policy):
+            return PassedOver(self.kind, "the data is another, which no learning rate cures")
         if refused := spent(self.kind, history, policy, "max_lr_cuts", for_life=True):
             return refused
         scale = history.lr_scale * policy.lr_factor
@@ -451,10 +450,11 @@ class Exhausted:
         skip = touched_batches(first, history) if unstable else ()
         failing = policy.on_exhausted == "fail" or raised_again(incidents, history)
         told = "Failed" if failing else "Paused for a person"
-        spent = restarts_spent(history, policy) if lost else ""
+        why = restarts_spent(history, policy) if lost else ""
+        if unstable and not failing and _too_much_other_data(incidents, history, policy):
+            why = "the data changes more often than recovery.max_accepted_leaps lets it"
         skipping = f"; resumed, it skips {spans(skip, 'batch', 'batches')}" if skip else ""
-        why = spent or "no rung of the ladder is left"
-        reason = f"{told}, {why}{skipping}: {cause(incidents)}."
+        reason = f"{told}, {why or 'no rung of the ladder is left'}{skipping}: {cause(incidents)}."
         action = drafted("fail" if failing else "pause", incidents, history, reason)
         action = replace(action, skip_batches=skip)
         if failing or found is None:

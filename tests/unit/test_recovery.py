@@ -409,7 +409,33 @@ class TestAccept:
     def test_its_budget_is_spent_like_others(self) -> None:
         spent = (leaping([3.1, 3.3, 2.6, 3.2, 3.0]),) * POLICY.max_accepted_leaps
         action = leaping([3.1, 3.3, 2.6, 3.2, 3.0], actions=spent)
-        assert action.kind == "lower_lr" and "max_accepted_leaps = 2" in why(action, "accept")
+        assert action.kind == "pause" and "max_accepted_leaps = 2" in why(action, "accept")
+        assert "the data is another" in why(action, "lower_lr")
+        assert "the data changes more often than recovery.max_accepted_leaps" in action.reason
+
+    def test_where_it_is_not_wanted_the_learning_rate_is_lowered(self) -> None:
+        policy = RecoveryConfig(max_accepted_leaps=0)
+        hist = history(guessing_loss=5.5)
+        for loss in (3.1, 3.3, 2.6, 3.2, 3.0):
+            action = act(hist, leap(61, loss), policy=policy)
+            precision = {**hist.precision, **action.precision}
+            hist = replace(hist, actions=(*hist.actions, action), precision=precision)
+        assert action.kind == "lower_lr"
+
+    def test_layers_that_went_to_bf16_for_it_have_not_failed(self) -> None:
+        policy = RecoveryConfig(max_accepted_leaps=3, max_whole_fallbacks=3)
+        hist = history(guessing_loss=5.5)
+        for step in (61, 261, 461):
+            for loss in (3.1, 3.3, 2.6, 3.2, 3.0):
+                seen = replace(hist, step=step, restorable=(Restorable(step - 11, 1, True),))
+                action = act(seen, leap(step, loss), policy=policy)
+                precision = {**hist.precision, **action.precision}
+                hist = replace(hist, actions=(*hist.actions, action), precision=precision)
+            assert action.kind == "accept"
+            back = return_to_fp8(replace(hist, step=step + 120, last_incident_step=step), POLICY)
+            assert set(back.precision) == set(LAYERS) and set(back.precision.values()) == {"fp8"}
+            precision = {**hist.precision, **back.precision}
+            hist = replace(hist, actions=(*hist.actions, back), precision=precision)
 
 
 class TestRestart:
