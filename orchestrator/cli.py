@@ -18,7 +18,15 @@ from typing import Annotated
 
 import typer
 
-from orchestrator import cli_control, cli_dashboard, cli_look, cli_nodes, cli_plan, cli_tokens
+from orchestrator import (
+    cli_control,
+    cli_dashboard,
+    cli_installed,
+    cli_look,
+    cli_nodes,
+    cli_plan,
+    cli_tokens,
+)
 from orchestrator.cli_control import KeyOption
 from orchestrator.cli_degrees import degrees_of
 from orchestrator.cli_examples import complete
@@ -283,6 +291,7 @@ cli_nodes.register(app)
 cli_tokens.register(app)
 cli_plan.register(app)
 cli_dashboard.register(app)
+cli_installed.register(app)
 complete(app)
 
 

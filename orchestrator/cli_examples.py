@@ -56,6 +56,20 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "nodes": ("octavo nodes", "octavo nodes quarantine 10.0.0.7 --reason 'its fan fails' --for 2h"),
     "nodes quarantine": ("octavo nodes quarantine 10.0.0.7 --reason 'its fan fails' --for 2h",),
     "nodes release": ("octavo nodes release 10.0.0.7",),
+    "deploy": ("octavo deploy render cluster.yaml", "octavo deploy apply cluster.yaml"),
+    "deploy render": (
+        "octavo deploy render cluster.yaml",
+        "octavo deploy render --target slurm cluster.yaml --out scripts",
+        "octavo deploy render --target rayjob cluster.yaml --job job.yaml",
+    ),
+    "deploy diff": (
+        "octavo deploy diff cluster.yaml --out manifests",
+        "octavo deploy diff --target kuberay cluster.yaml",
+    ),
+    "deploy apply": (
+        "octavo deploy apply cluster.yaml",
+        "octavo deploy apply --target slurm cluster.yaml --job job.yaml --yes",
+    ),
     "token": ("octavo token create ci --role submit", "octavo token list"),
     "token create": (
         "octavo token create grafana --role read",

@@ -351,7 +351,8 @@ def _models_at(model: type[BaseModel], path: KeyPath, data: object) -> list[type
         data = value_at(data, (part,))
         if isinstance(part, int):
             tag = data.get("kind") if isinstance(data, Mapping) else None
-            named = [m for m in found if tag in get_args(m.model_fields["kind"].annotation)]
+            kinds = [(m, m.model_fields["kind"]) for m in found if "kind" in m.model_fields]
+            named = [m for m, kind in kinds if tag in get_args(kind.annotation)]
             found = named or found
             continue
         fields = [m.model_fields[part].annotation for m in found if part in m.model_fields]

@@ -1,0 +1,136 @@
+"""The clients that put files on a cluster: kubectl, Ray's launcher, sbatch, docker.
+
+Promises: a client that isn't there, and a target that has none, are told with what to do by hand;
+each is run with a time-out, with no terminal to ask on, and what it said is told where it failed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.cluster_profile import CLOUDS, KUBERNETES, ClusterProfile, Target
+from deploy.rendered import Rendered, write
+from deploy.systemd import HEAD_UNIT, TOKEN, node_unit
+from orchestrator.cli_show import USAGE, CommandError
+
+KUBECTL_S = 120.0
+LAUNCHER_S = 3600.0
+SBATCH_S = 60.0
+BUILD_S = 7200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One client's run, in a folder that has the files."""
+
+    command: tuple[str, ...]
+    timeout_s: float
+    said: str
+    """What it does, for a question."""
+
+
+def applying(
+    profile: ClusterProfile, target: Target, files: Sequence[Rendered], job: Path | None
+) -> Step:
+    """What applies the files. Raises CommandError where nothing here can."""
+    name = files[0].name
+    if target in KUBERNETES:
+        _wants("kubectl", f"kubectl apply --server-side -f {name}", "where kubectl is set up")
+        command = ("kubectl", "apply", "--server-side", "--request-timeout=60s", "-f", name)
+        said = f"apply {name} to namespace {profile.kubernetes.namespace} of `kubectl`'s cluster"
+        return Step(command, KUBECTL_S, said)
+    if target in CLOUDS or target == "on-prem":
+        ray = str(Path(sys.executable).with_name("ray"))
+        return Step((ray, "up", "--yes", name), LAUNCHER_S, f"start {profile.name} by `ray up`")
+    if target == "slurm":
+        if job is None:
+            raise CommandError("sbatch wants a job", "name its file: --job job.yaml", USAGE)
+        _wants("sbatch", f"sbatch {name} {job}", "on a login node")
+        return Step(("sbatch", name, str(job.absolute())), SBATCH_S, f"queue {job} by `sbatch`")
+    if target == "systemd":
+        raise CommandError("no client installs units on other hosts", _by_hand(profile))
+    raise CommandError("images are built of a checkout", _build(files))
+
+
+def run_client(step: Step, files: Sequence[Rendered]) -> str:
+    """Run it; what it said. Raises CommandError where it fails, or takes too long."""
+    with tempfile.TemporaryDirectory(prefix="octavo-deploy-") as folder:
+        write(files, Path(folder))
+        done = _run(step.command, Path(folder), step.timeout_s)
+    if done.returncode != 0:
+        told = (done.stdout + done.stderr).strip()
+        raise CommandError(f"`{' '.join(step.command)}` failed with {done.returncode}", told)
+    return done.stdout
+
+
+def cluster_difference(target: Target, files: Sequence[Rendered]) -> str:
+    """What an apply would change in the Kubernetes cluster, as a diff; empty: nothing."""
+    if target not in KUBERNETES:
+        remedy = f"name a folder with what was rendered before: --out DIR (target {target})"
+        raise CommandError("only a Kubernetes cluster can be asked what it has", remedy, USAGE)
+    _wants("kubectl", "octavo deploy diff --out DIR", "against files that were rendered before")
+    command = ("kubectl", "diff", "--server-side", "--request-timeout=60s", "-f", files[0].name)
+    with tempfile.TemporaryDirectory(prefix="octavo-deploy-") as folder:
+        write(files, Path(folder))
+        done = _run(command, Path(folder), KUBECTL_S)
+    # 0: nothing, 1: something, more: a failure; 1 also for a cluster that doesn't answer.
+    if done.returncode > 1 or (done.returncode == 1 and not done.stdout.strip()):
+        raise CommandError("the cluster can't be asked what it has", done.stderr.strip())
+    return done.stdout
+
+
+def _run(
+    command: Sequence[str], folder: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        told = f"`{' '.join(command)}` did not end in {timeout_s:.0f} s"
+        raise CommandError(told, "look at the cluster, then say it again") from None
+    except OSError as error:
+        raise CommandError(f"{command[0]} can't be run: {error.strerror or error}") from None
+
+
+def _wants(client: str, instead: str, where: str) -> None:
+    if shutil.which(client) is None:
+        remedy = f"render it (--out DIR) and run `{instead}` {where}"
+        raise CommandError(f"{client} is not on this machine's PATH", remedy)
+
+
+def _by_hand(profile: ClusterProfile) -> str:
+    head = profile.head.address
+    lines = [
+        "render them (--out units), then, as root:",
+        f"  Ray's token, the same on every host, 0600: {TOKEN}",
+        f"  {head}: units/{HEAD_UNIT} to /etc/systemd/system, `systemctl daemon-reload`, "
+        f"`systemctl enable --now {HEAD_UNIT}`",
+    ]
+    lines += [
+        f"  {', '.join(group.hosts)}: the same with {node_unit(group)}"
+        for group in profile.node_groups
+    ]
+    return "\n".join(lines)
+
+
+def _build(files: Sequence[Rendered]) -> str:
+    lines = ["render them into one (--out CHECKOUT), then, there:"]
+    lines += [
+        f"  docker build -f {f.name} -t NAME:TAG ."
+        for f in files
+        if f.name.startswith("Containerfile")
+    ]
+    return "\n".join(lines)

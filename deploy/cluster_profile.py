@@ -1,0 +1,489 @@
+"""The cluster profile: ``cluster.yaml``, the one description that everything here is rendered from.
+
+    name: lab
+    target: kuberay
+    image: {gpu: "registry.example.com/octavo:0.1.0"}
+    node_groups:
+      - {name: h100, device: h100, gpus: 8, cpus: 96, memory: 1024Gi, min: 2, max: 16}
+    storage: {jobs: {claim: octavo-jobs}}
+
+Promises: frozen values, unknown keys refused with the nearest right name; all problems of a file
+are told at once, each with file, key, value and line; what a target needs and the profile lacks is
+refused before anything is rendered. No secret is in a profile: it names Kubernetes secrets and
+files of mode 0600, never a value.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from orchestrator.listening import on_loopback
+from orchestrator.spec import NAME_PATTERN
+from orchestrator.spec_errors import (
+    Finding,
+    KeyPath,
+    Problem,
+    SpecError,
+    pydantic_findings,
+    read_text,
+    read_yaml,
+    type_findings,
+)
+
+WHAT = "a cluster profile"
+
+Target = Literal[
+    "kuberay", "rayjob", "aws", "gcp", "azure", "on-prem", "slurm", "systemd", "container"
+]
+TARGETS: tuple[Target, ...] = get_args(Target)
+KUBERNETES: tuple[Target, ...] = ("kuberay", "rayjob")
+CLOUDS: tuple[Target, ...] = ("aws", "gcp", "azure")
+OWN_HOSTS: tuple[Target, ...] = ("on-prem", "systemd")
+
+Device = Literal[
+    "cpu", "a100", "l40s", "h100", "h200", "gh200", "b200", "gb200", "b300", "other-gpu"
+]
+
+_QUANTITY = re.compile(r"[1-9]\d{0,6}(Mi|Gi|Ti)")
+_MIB = {"Mi": 1, "Gi": 1024, "Ti": 1024 * 1024}
+_SECRET_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_PLAIN = re.compile(r"[A-Za-z0-9_./:@=+,%~-]+")
+
+
+def _quantity(text: str) -> str:
+    if not _QUANTITY.fullmatch(text):
+        raise ValueError("is no amount of memory, which is as 512Mi, 64Gi or 2Ti")
+    return text
+
+
+def _secret_name(text: str) -> str:
+    if not _SECRET_NAME.fullmatch(text):
+        raise ValueError(
+            "is no name of a Kubernetes secret (lower-case letters, digits, dashes): "
+            "name the secret here, and put the value into it"
+        )
+    return text
+
+
+def _plain(text: str) -> str:
+    # What is rendered from it are shell scripts and units: a quote or blank would end a word.
+    if not _PLAIN.fullmatch(text):
+        raise ValueError("may have letters, digits and _./:@=+,%~- only")
+    return text
+
+
+def _absolute(text: str) -> str:
+    if not _plain(text).startswith("/"):
+        raise ValueError("must be an absolute path, the same on every node")
+    return text
+
+
+def _host(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?", text):
+        raise ValueError("is no address or host name")
+    return text
+
+
+def _image(text: str) -> str:
+    name, _, tag = _plain(text).rpartition("/")[2].partition(":")
+    if "@sha256:" not in text and (not name or not tag or tag == "latest"):
+        raise ValueError("needs a tag of its own or a digest: every node must run the same image")
+    return text
+
+
+Quantity = Annotated[str, AfterValidator(_quantity)]
+SecretName = Annotated[str, AfterValidator(_secret_name)]
+Word = Annotated[str, AfterValidator(_plain)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+HostName = Annotated[str, AfterValidator(_host)]
+ImageName = Annotated[str, AfterValidator(_image)]
+
+
+def mebibytes(quantity: str) -> int:
+    """``64Gi`` → 65536."""
+    return int(quantity[:-2]) * _MIB[quantity[-2:]]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Toleration(_Section):
+    """Of a Kubernetes taint."""
+
+    key: Word
+    operator: Literal["Exists", "Equal"] = "Exists"
+    value: Word | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+
+
+class ImageConfig(_Section):
+    """Container images: what nodes run, and what they are built on."""
+
+    gpu: ImageName | None = None
+    cpu: ImageName | None = None
+    """Of the head, and of groups without GPUs; unset: as ``gpu``."""
+    pull_secret: SecretName | None = None
+    gpu_base: ImageName = "nvcr.io/nvidia/pytorch:26.10-py3"
+    """NVIDIA's PyTorch image: driver libraries, NCCL and Transformer Engine inside."""
+    cpu_base: ImageName = "python:3.11-slim-bookworm"
+
+
+class HeadConfig(_Section):
+    """The head: Ray's tables and the controller; no rank runs on it."""
+
+    cpus: int = Field(4, ge=1, le=1024)
+    memory: Quantity = "16Gi"
+    address: HostName | None = None
+    """Of the host, for on-prem and systemd."""
+    instance: Word | None = None
+    """Type of the machine at a cloud."""
+    node_selector: dict[Word, Word] = {}
+    tolerations: tuple[Toleration, ...] = ()
+
+
+class NodeGroup(_Section):
+    """Nodes that are alike."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    device: Device = "cpu"
+    gpus: int = Field(0, ge=0, le=64)
+    """A node."""
+    cpus: int = Field(ge=1, le=4096)
+    memory: Quantity
+    shared_memory: Quantity = "16Gi"
+    """Of ``memory``, for /dev/shm: Ray's objects, which snapshots are among, and NCCL's buffers."""
+    count: int | None = Field(None, ge=0, le=100_000)
+    """So many, always; or between ``min`` and ``max``."""
+    min: int | None = Field(None, ge=0, le=100_000)
+    max: int | None = Field(None, ge=1, le=100_000)
+    instance: Word | None = None
+    """Type of the machine at a cloud."""
+    spot: bool = False
+    """Cheaper, and taken away at will; at clouds."""
+    hosts: tuple[HostName, ...] = ()
+    """Addresses, for on-prem and systemd."""
+    partition: Word | None = None
+    """Of Slurm."""
+    gpu_resource: Word = "nvidia.com/gpu"
+    """What Kubernetes calls a GPU there."""
+    labels: dict[Word, Word] = {}
+    """Ray labels of its nodes, besides ``ray.io/node-group``, which is its name."""
+    node_selector: dict[Word, Word] = {}
+    tolerations: tuple[Toleration, ...] = ()
+
+    @property
+    def fewest(self) -> int:
+        return self.count if self.count is not None else self.min or 0
+
+    @property
+    def most(self) -> int:
+        return self.count if self.count is not None else self.max or 0
+
+    @property
+    def scales(self) -> bool:
+        """Whether its number changes with what jobs want."""
+        return self.fewest != self.most
+
+
+class NetworkConfig(_Section):
+    """What ranks speak over."""
+
+    interface: Word | None = None
+    """For gloo and NCCL's sockets, as eth0; unset: theirs to choose."""
+    rdma: Literal["none", "infiniband", "roce", "efa"] = "none"
+    rdma_resource: Word | None = None
+    """What Kubernetes calls one adapter, as rdma/hca_shared_devices_a."""
+    rdma_count: int = Field(1, ge=1, le=64)
+    """Adapters a node."""
+
+
+class VolumeConfig(_Section):
+    """A folder, and in Kubernetes the volume that it is on."""
+
+    path: AbsolutePath
+    claim: SecretName | None = None
+    """A claim that is there already; unset: one is made."""
+    storage_class: Word | None = None
+    size: Quantity = "100Gi"
+
+
+class HomeVolume(VolumeConfig):
+    """Of the controller: its store, its token, its settings."""
+
+    path: AbsolutePath = "/octavo/home"
+    size: Quantity = "20Gi"
+
+
+class JobsVolume(VolumeConfig):
+    """Of jobs' directories: every node sees it under the same path."""
+
+    path: AbsolutePath = "/octavo/jobs"
+    size: Quantity = "1Ti"
+
+
+class StorageConfig(_Section):
+    """What outlives nodes."""
+
+    home: HomeVolume = HomeVolume()
+    jobs: JobsVolume = JobsVolume()
+
+
+class SecurityConfig(_Section):
+    """Who is let in; secrets by name."""
+
+    listen: str = "127.0.0.1"
+    """Address of the API; beyond the loopback it speaks TLS."""
+    port: int = Field(8443, ge=1, le=65535)
+    tls_secret: SecretName | None = None
+    """Kubernetes secret of type kubernetes.io/tls, for the API."""
+    tls_cert: AbsolutePath | None = None
+    tls_key: AbsolutePath | None = None
+    """PEM files (the key 0600) on the head, elsewhere than on Kubernetes."""
+    plain_http: bool = False
+    """The API may listen beyond the loopback without TLS: the network is yours alone."""
+    allow_namespaces: tuple[SecretName, ...] = ()
+    """Kubernetes namespaces that may reach the API."""
+    ray_token_secret: SecretName | None = None
+    """Kubernetes secret with Ray's token (key auth_token); unset: KubeRay makes one."""
+    ray_token_file: Word = "~/.ray/auth_token"
+    """Ray's token (0600), elsewhere than on Kubernetes; the same on every host."""
+    wandb_secret: SecretName | None = None
+    """Kubernetes secret with W&B's key (key WANDB_API_KEY)."""
+
+
+class RedisConfig(_Section):
+    """A Redis for Ray's tables: jobs outlive the loss of Ray's head with it."""
+
+    address: Word
+    """HOST:PORT, or rediss://HOST:PORT for TLS."""
+    password_secret: SecretName | None = None
+    """Kubernetes secret with its password (key password)."""
+    password_file: AbsolutePath | None = None
+    """File with ``RAY_REDIS_PASSWORD=…`` (0600), elsewhere than on Kubernetes."""
+
+
+class KubernetesConfig(_Section):
+    """Of the Kubernetes cluster."""
+
+    namespace: SecretName = "octavo"
+    operator_namespace: SecretName = "kuberay-operator"
+    priority_class: SecretName | None = None
+    user_id: int = Field(1000, ge=1)
+    """Of all processes in containers, and the group of their volumes."""
+
+
+class SlurmConfig(_Section):
+    """Of Slurm."""
+
+    partition: Word | None = None
+    account: Word | None = None
+    time: str = Field("1-00:00:00", pattern=r"^(\d+-)?\d{1,3}(:\d\d){0,2}$")
+    notice_s: int = Field(300, ge=60, le=3600)
+    """Seconds before the time is up at which jobs are paused after a checkpoint."""
+
+
+class CloudConfig(_Section):
+    """Of the account at a cloud."""
+
+    region: Word | None = None
+    zone: Word | None = None
+    project: Word | None = None
+    """At gcp."""
+    resource_group: Word | None = None
+    """At azure."""
+    image: Word | None = None
+    """Machine image with driver and container runtime; unset: Ray's choice."""
+    ssh_user: Word = "ubuntu"
+    prepare: tuple[str, ...] = ()
+    """Commands on each machine before its container starts, as the mount of jobs' folder."""
+    idle_minutes: int = Field(10, ge=1)
+    """After which a node of a group that scales is given back."""
+
+
+class HostsConfig(_Section):
+    """Of machines that nobody but you manages, and of Slurm's."""
+
+    environment: AbsolutePath = "/opt/octavo/.venv"
+    """Python environment that Octavo is installed in, the same on all."""
+    user: Word = "octavo"
+    """Whom services run as, and who logs in."""
+
+
+class PricesConfig(_Section):
+    """What a node costs an hour, by group."""
+
+    currency: str = Field("USD", pattern=r"^[A-Z]{3}$")
+    node_hour: dict[str, Annotated[float, Field(ge=0)]] = {}
+
+
+class ClusterProfile(_Section):
+    """One cluster, which is one domain of trust (``deploy/SECURITY.md``)."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    target: Target | None = None
+    """What is rendered where no other is asked for."""
+    image: ImageConfig = ImageConfig()
+    head: HeadConfig = HeadConfig()
+    node_groups: tuple[NodeGroup, ...]
+    network: NetworkConfig = NetworkConfig()
+    storage: StorageConfig = StorageConfig()
+    security: SecurityConfig = SecurityConfig()
+    redis: RedisConfig | None = None
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    cloud: CloudConfig = CloudConfig()
+    hosts: HostsConfig = HostsConfig()
+    prices: PricesConfig = PricesConfig()
+
+
+def load_profile(path: Path, target: Target | None = None) -> tuple[ClusterProfile, Target]:
+    """The profile in a file, and what it is for; raises ``SpecError`` with every problem."""
+    return parse_profile(read_text(path), str(path), target)
+
+
+def parse_profile(
+    text: str, file: str, target: Target | None = None
+) -> tuple[ClusterProfile, Target]:
+    """The profile of a YAML text; ``file`` is only named in messages."""
+    start = "start with `name: my-cluster` and `node_groups:`"
+    source = read_yaml(text, file, what=WHAT, start=start)
+    findings = type_findings(ClusterProfile, source.data)
+    profile: ClusterProfile | None = None
+    try:
+        profile = ClusterProfile.model_validate(source.data)
+    except ValidationError as error:
+        seen = {finding.path for finding in findings}
+        found = pydantic_findings(error, ClusterProfile, source.data, what=WHAT)
+        findings += [finding for finding in found if finding.path not in seen]
+    wanted = target
+    if profile is not None:
+        wanted = target or profile.target
+        findings += list(check_profile(profile))
+        if wanted is None:
+            remedy = f"give `target:`, or --target; one of {', '.join(TARGETS)}"
+            findings.append(Finding(("target",), "is missing", remedy))
+        else:
+            findings += list(check_target(profile, wanted))
+    if findings or profile is None or wanted is None:
+        findings.sort(key=lambda finding: source.problem(finding).line or 0)
+        raise SpecError([_veiled(source.problem(finding)) for finding in findings])
+    return profile, wanted
+
+
+def _veiled(problem: Problem) -> Problem:
+    """Without its value where somebody may have written a secret instead of its name."""
+    return replace(problem, value="***") if problem.key.endswith("_secret") else problem
+
+
+def check_profile(profile: ClusterProfile) -> Iterator[Finding]:
+    """What contradicts itself, whatever the target."""
+    if not profile.node_groups:
+        yield Finding(("node_groups",), "is empty: no rank runs on the head", "give one at least")
+    seen: dict[str, int] = {}
+    for i, group in enumerate(profile.node_groups):
+        at: KeyPath = ("node_groups", i)
+        if group.name in seen:
+            yield Finding((*at, "name"), "is another group's name too", "each needs its own")
+        seen[group.name] = i
+        yield from _check_numbers(group, at)
+    for name in profile.prices.node_hour:
+        if name not in seen:
+            told = f"there is no such group; there are {', '.join(seen)}"
+            yield Finding(("prices", "node_hour", name), told)
+    security = profile.security
+    if (security.tls_cert is None) != (security.tls_key is None):
+        missing = "tls_key" if security.tls_key is None else "tls_cert"
+        yield Finding(("security", missing), "is missing", "TLS takes a certificate and its key")
+    try:
+        ipaddress.ip_address(security.listen)
+    except ValueError:
+        told = "is no address; names are looked up differently on every host"
+        yield Finding(("security", "listen"), told, "write 0.0.0.0 for all, or one address")
+
+
+def _check_numbers(group: NodeGroup, at: KeyPath) -> Iterator[Finding]:
+    if group.count is None and group.max is None:
+        yield Finding((*at, "count"), "is missing", "give `count:`, or `min:` and `max:`")
+    elif group.count is not None and (group.min is not None or group.max is not None):
+        yield Finding((*at, "count"), "is given with min or max", "keep `count:`, or the other two")
+    elif group.count is None and (group.min or 0) > (group.max or 0):
+        yield Finding((*at, "min"), f"is more than max {group.max}", "exchange the two")
+    if (group.device == "cpu") != (group.gpus == 0):
+        which = "gpus" if group.device == "cpu" else "device"
+        remedy = "give `device:` the GPU's name" if group.gpus else "give `gpus:` a node, or cpu"
+        key = "device" if group.gpus else "gpus"
+        yield Finding((*at, key), f"does not go with {which}", remedy)
+    if mebibytes(group.shared_memory) >= mebibytes(group.memory):
+        told = f"is all of the node's memory {group.memory}, which it is taken of"
+        yield Finding((*at, "shared_memory"), told, "leave most of it to processes")
+
+
+def check_target(profile: ClusterProfile, target: Target) -> Iterator[Finding]:
+    """What ``target`` needs and the profile lacks."""
+    security, listen = profile.security, ("security", "listen")
+    beyond = _valid(security.listen) and not on_loopback(security.listen)
+    if target in KUBERNETES:
+        if profile.image.gpu is None and profile.image.cpu is None:
+            remedy = "build one with `octavo deploy render --target container` and name it"
+            yield Finding(("image", "gpu"), "is missing: pods run an image", remedy)
+        if beyond and security.tls_secret is None and not security.plain_http:
+            remedy = "give tls_secret, or plain_http: true where the network is yours alone"
+            yield Finding(listen, "is beyond the loopback without TLS", remedy)
+        if profile.redis is not None and profile.redis.password_secret is None:
+            remedy = "name the secret that has it (key password)"
+            yield Finding(("redis", "password_secret"), "is missing", remedy)
+    elif target != "container" and beyond and not (security.tls_cert or security.plain_http):
+        remedy = "give tls_cert and tls_key, or plain_http: true where the network is yours alone"
+        yield Finding(listen, "is beyond the loopback without TLS", remedy)
+    if target in OWN_HOSTS:
+        if profile.head.address is None:
+            yield Finding(("head", "address"), "is missing", "give the head's address")
+        for i, group in enumerate(profile.node_groups):
+            at: KeyPath = ("node_groups", i)
+            if len(group.hosts) != group.most:
+                told = f"names {len(group.hosts)} hosts, and the group has {group.most}"
+                yield Finding((*at, "hosts"), told, "name each of them once")
+            if group.scales:
+                yield Finding((*at, "min"), "your own hosts are always there", "give `count:`")
+        yield from _hosts_twice(profile)
+    if target in CLOUDS:
+        wanted = {"aws": ["region"], "gcp": ["region", "zone", "project"]}
+        for key in wanted.get(target, ["region", "resource_group"]):
+            if getattr(profile.cloud, key) is None:
+                yield Finding(("cloud", key), f"is missing: {target} wants it", f"add `{key}:`")
+        if profile.head.instance is None:
+            yield Finding(("head", "instance"), "is missing", "name a type of machine")
+        for i, group in enumerate(profile.node_groups):
+            if group.instance is None:
+                at = ("node_groups", i, "instance")
+                yield Finding(at, "is missing", "name a type of machine")
+    if target == "slurm":
+        for i, group in enumerate(profile.node_groups):
+            if group.scales:
+                at = ("node_groups", i, "min")
+                yield Finding(at, "an allocation of Slurm has one size", "give `count:`")
+
+
+def _hosts_twice(profile: ClusterProfile) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for i, group in enumerate(profile.node_groups):
+        for j, host in enumerate(group.hosts):
+            if host in seen:
+                yield Finding(("node_groups", i, "hosts", j), "is named twice", "take one away")
+            seen.add(host)
+
+
+def _valid(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True

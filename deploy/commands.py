@@ -1,0 +1,175 @@
+"""``octavo deploy``: a cluster profile rendered for a target, compared, and applied.
+
+    octavo deploy render --target kuberay cluster.yaml --out manifests
+    octavo deploy diff   --target kuberay cluster.yaml --out manifests
+    octavo deploy apply  --target kuberay cluster.yaml
+
+Found by ``orchestrator.cli`` through the entry point group ``octavo.commands``: deploy stands above
+the orchestrator and may import it, not the other way round. Promises: nothing outside ``--out`` is
+changed but by ``apply``; a client that isn't there is told, with what to do by hand; every client
+that is run has a time-out. Imports nothing heavy: every `octavo` imports it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.cli_options import OutputOption
+from orchestrator.cli_show import CommandError, Output, print_json
+
+if TYPE_CHECKING:
+    from deploy.cluster_profile import ClusterProfile, Target
+    from deploy.rendered import Rendered
+
+DIFFERENT = 1
+
+ProfileArgument = Annotated[
+    Path, typer.Argument(metavar="CLUSTER", help="A cluster profile (YAML).")
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="TARGET",
+        help="kuberay, rayjob, aws, gcp, azure, on-prem, slurm, systemd or container "
+        "[default: the profile's].",
+    ),
+]
+JobOption = Annotated[Path | None, typer.Option("--job", help="A job file, which a rayjob trains.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Folder [default: standard output].")]
+AgainstOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder to compare with [default: the Kubernetes cluster]."),
+]
+
+deploy_app = typer.Typer(
+    help="A cluster for Octavo, from one profile: rendered, compared, applied.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(deploy_app, name="deploy")
+
+
+@deploy_app.command()
+def render(
+    profile: ProfileArgument,
+    target: TargetOption = None,
+    out: OutOption = None,
+    job: JobOption = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Write a target's files."""
+    from deploy.rendered import write
+
+    _, wanted, files = _rendered(profile, target, job)
+    if out is None:
+        if output is Output.json:
+            print_json({"target": wanted, "files": {f.name: f.text for f in files}})
+            return
+        several = len(files) > 1
+        for file in files:
+            print(f"# --- {file.name}\n{file.text}" if several else file.text, end="")
+        return
+    try:
+        written = write(files, out)
+    except OSError as error:
+        raise CommandError(f"{out} can't be written: {error.strerror or error}") from None
+    if output is Output.json:
+        print_json({"target": wanted, "files": [str(out / f.name) for f in files]})
+        return
+    for file in files:
+        path = out / file.name
+        print(f"{path}" if path in written else f"{path} unchanged")
+
+
+@deploy_app.command()
+def diff(
+    profile: ProfileArgument,
+    target: TargetOption = None,
+    out: AgainstOption = None,
+    job: JobOption = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Show what a render would change in a folder, or an apply in the cluster; 1: something."""
+    from deploy.clients import cluster_difference
+    from deploy.rendered import differences
+
+    _, wanted, files = _rendered(profile, target, job)
+    if out is None:
+        text = cluster_difference(wanted, files)
+        if output is Output.json:
+            print_json({"target": wanted, "different": bool(text), "diff": text})
+        elif text:
+            print(text, end="")
+        raise typer.Exit(DIFFERENT if text else 0)
+    found = differences(files, out)
+    if output is Output.json:
+        told = [{"file": d.name, "new": d.new, "diff": list(d.lines)} for d in found]
+        print_json({"target": wanted, "different": bool(found), "files": told})
+    else:
+        for difference in found:
+            print("\n".join(difference.lines))
+    raise typer.Exit(DIFFERENT if found else 0)
+
+
+@deploy_app.command()
+def apply(
+    profile: ProfileArgument,
+    target: TargetOption = None,
+    job: JobOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Hand a target's files to its client: kubectl, ray up, sbatch, docker build."""
+    from deploy.clients import applying, run_client
+
+    checked, wanted, files = _rendered(profile, target, job)
+    step = applying(checked, wanted, files, job)
+    if not yes and output is Output.table:
+        typer.confirm(f"{step.said}?", abort=True)
+    told = run_client(step, files)
+    if output is Output.json:
+        print_json({"target": wanted, "command": list(step.command), "output": told})
+    else:
+        print(told, end="" if told.endswith("\n") else "\n")
+
+
+def _rendered(
+    file: Path, target: str | None, job: Path | None
+) -> tuple[ClusterProfile, Target, list[Rendered]]:
+    """Raises SpecError for a profile, or a job, that is wrong."""
+    from deploy.cluster_profile import TARGETS, load_profile
+    from deploy.targets import render as render_target
+    from orchestrator.cli_show import USAGE
+    from orchestrator.spec_errors import nearest
+
+    word = next((known for known in TARGETS if known == target), None)
+    if target is not None and word is None:
+        hint = nearest(target, TARGETS)
+        told = f"--target: {target!r} is none of {', '.join(TARGETS)}"
+        raise CommandError(told, hint, USAGE)
+    checked, wanted = load_profile(file, word)
+    text = ""
+    if wanted == "rayjob":
+        if job is None:
+            raise CommandError("a rayjob trains a job", "name its file: --job job.yaml", USAGE)
+        text = _job_text(job)
+    elif job is not None and wanted != "slurm":
+        raise CommandError(f"--job means nothing for {wanted}", "leave it out", USAGE)
+    return checked, wanted, render_target(checked, wanted, text)
+
+
+def _job_text(file: Path) -> str:
+    """Of a job file that is right, as far as that can be said elsewhere than on the cluster."""
+    from orchestrator.spec import load_spec
+    from orchestrator.spec_errors import read_text
+
+    load_spec(file, check_data=False)
+    return read_text(file)

@@ -1,0 +1,81 @@
+"""Container files: for GPUs on NVIDIA's PyTorch image, which has Transformer Engine, and for CPUs.
+
+    docker build -f Containerfile.gpu -t registry.example.com/octavo:0.1.0 PATH-OF-A-CHECKOUT
+
+Promises: pure; the base is pinned; the image's own torch, CUDA and Transformer Engine are not
+touched; processes run as an ordinary user; no secret is in a layer. What a build asks of an index
+is pinned by the checkout's ``constraints.txt``.
+"""
+
+from __future__ import annotations
+
+from deploy.cluster_profile import ClusterProfile
+
+USER_LINES = """\
+RUN groupadd --gid {user} octavo \\
+ && useradd --uid {user} --gid {user} --create-home --shell /bin/bash octavo \\
+ && install -d -o octavo -g octavo {home} {jobs}
+USER {user}:{user}
+WORKDIR {home}
+ENV OCTAVO_HOME={home}
+CMD ["octavo", "--help"]
+"""
+
+IGNORED = (".git", ".venv", "**/__pycache__", "runs", "build", "dist", "*.egg-info", ".*_cache")
+
+
+def gpu_file(profile: ClusterProfile) -> str:
+    """The GPU image's file."""
+    # 1000 is taken in the image (ubuntu): it is renamed out of the way.
+    return f"""\
+# Rendered by `octavo deploy`; change cluster.yaml and render it again.
+#   docker build -f Containerfile.gpu -t NAME:TAG CHECKOUT
+FROM {profile.image.gpu_base}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+COPY . /opt/octavo-source
+WORKDIR /opt/octavo-source
+# The image's own torch, NCCL and Transformer Engine belong together and stay as they are: what is
+# installed beside them is held to the versions there (PIP_CONSTRAINT is NVIDIA's), and to ours.
+RUN python -c 'import torch, transformer_engine.pytorch; print(torch.__version__)' \\
+ && pip list --format=freeze | grep -iE '^(torch|triton|numpy|transformer)' > /tmp/kept.txt \\
+ && grep -viE '^(torch|triton|numpy|transformer|pip|setuptools|wheel|#)' constraints.txt \\
+    > /tmp/ours.txt \\
+ && DS_BUILD_OPS=0 pip install --no-cache-dir --no-build-isolation -c /tmp/ours.txt . \\
+ && pip list --format=freeze | grep -iE '^(torch|triton|numpy|transformer)' > /tmp/now.txt \\
+ && diff /tmp/kept.txt /tmp/now.txt \\
+ && rm -rf /opt/octavo-source /tmp/kept.txt /tmp/now.txt /tmp/ours.txt \\
+ && (userdel --remove ubuntu 2>/dev/null || true)
+{_user(profile)}"""
+
+
+def cpu_file(profile: ClusterProfile) -> str:
+    """The CPU image's file, for heads and for trying things."""
+    return f"""\
+# Rendered by `octavo deploy`; change cluster.yaml and render it again.
+#   docker build -f Containerfile.cpu -t NAME:TAG CHECKOUT
+FROM {profile.image.cpu_base}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# DeepSpeed compiles a small extension at the first start of a rank.
+RUN apt-get update \\
+ && apt-get install --yes --no-install-recommends gcc g++ libc6-dev \\
+ && rm -rf /var/lib/apt/lists/*
+COPY . /opt/octavo-source
+WORKDIR /opt/octavo-source
+# torch comes first and pinned, as in `make install`; deepspeed's build imports it.
+RUN pip install --no-cache-dir -c constraints.txt setuptools wheel torch \\
+ && pip install --no-cache-dir -c constraints.txt ninja numpy \\
+ && pip install --no-cache-dir -c constraints.txt --no-build-isolation . \\
+ && rm -rf /opt/octavo-source
+{_user(profile)}"""
+
+
+def ignore_file() -> str:
+    """What a build doesn't see of the checkout."""
+    return "\n".join(IGNORED) + "\n"
+
+
+def _user(profile: ClusterProfile) -> str:
+    storage = profile.storage
+    return USER_LINES.format(
+        user=profile.kubernetes.user_id, home=storage.home.path, jobs=storage.jobs.path
+    )

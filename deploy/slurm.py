@@ -1,0 +1,134 @@
+"""A cluster inside an allocation of Slurm: one batch script.
+
+    sbatch octavo.sbatch job.yaml
+
+One task a node runs ``ray symmetric-run``: on the first node it starts Ray's head, waits for the
+others, and runs the controller (``deploy.serve``), which trains the job and ends with its exit
+code; on the others it joins. Promises: pure; shellcheck has nothing to say of it; before the time
+is up, and when the allocation is cancelled or preempted, jobs are paused after a checkpoint, and a
+requeued script goes on there; Ray's token comes from a file (0600) on the shared file system.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from deploy.cluster_profile import ClusterProfile, NodeGroup, mebibytes
+from deploy.ray_options import GCS_PORT, LOOPBACK, api_options, environment, node_options
+
+START_S = 300
+"""Seconds that nodes may take to join: file systems are slow when a thousand processes start."""
+
+
+def batch_script(profile: ClusterProfile) -> str:
+    """Of all node groups: the first node, which is of the first group, has the head too."""
+    lines = ["#!/usr/bin/env bash"]
+    for i, group in enumerate(profile.node_groups):
+        if i:
+            lines.append("#SBATCH hetjob")
+        lines += [f"#SBATCH {option}" for option in _options(profile, group, first=not i)]
+    return "\n".join(lines) + "\n" + _body(profile)
+
+
+def _options(profile: ClusterProfile, group: NodeGroup, *, first: bool) -> list[str]:
+    slurm = profile.slurm
+    found = []
+    if first:
+        found += [f"--job-name={profile.name}", f"--time={slurm.time}"]
+        found.append("--output=%x-%j.log")
+        # A node that fails ends its own task alone: the job goes on without it.
+        found += ["--no-kill", "--requeue", "--open-mode=append"]
+        found.append(f"--signal=B:TERM@{slurm.notice_s}")
+        if slurm.account is not None:
+            found.append(f"--account={slurm.account}")
+    partition = group.partition or slurm.partition
+    if partition is not None:
+        found.append(f"--partition={partition}")
+    found += [f"--nodes={group.fewest}", "--ntasks-per-node=1"]
+    found.append(f"--cpus-per-task={group.cpus}")
+    found.append(f"--mem={mebibytes(group.memory)}M")
+    if group.gpus:
+        found.append(f"--gpus-per-node={group.gpus}")
+    return [*found, "--exclusive"]
+
+
+def _body(profile: ClusterProfile) -> str:
+    home = profile.storage.home.path
+    security = profile.security
+    given = environment(profile, profile.node_groups[0])
+    given.pop("RAY_NODE_TYPE_NAME", None)
+    exported = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in given.items())
+    token = security.ray_token_file.replace("~", "$HOME", 1)
+    api = api_options(profile, security.tls_cert, security.tls_key)
+    return f"""\
+# Rendered by `octavo deploy`; change cluster.yaml and render it again.
+#   sbatch octavo.sbatch job.yaml
+set -euo pipefail
+umask 077
+
+job_file="${{1:?name the job file: sbatch octavo.sbatch job.yaml}}"
+job_file="$(realpath -- "$job_file")"
+export PATH={shlex.quote(profile.hosts.environment)}/bin:"$PATH"
+export OCTAVO_HOME={shlex.quote(home)}
+export RAY_AUTH_TOKEN_PATH="{token}"
+if [[ ! -s "$RAY_AUTH_TOKEN_PATH" ]]; then
+  echo "no token in $RAY_AUTH_TOKEN_PATH: run \\`ray get-auth-token --generate\\` once" >&2
+  exit 2
+fi
+chmod 600 "$RAY_AUTH_TOKEN_PATH"
+{exported}
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={START_S}
+# Several allocations may share a node's /tmp. Short, as names of sockets are limited.
+export RAY_TMPDIR="/tmp/octavo-$SLURM_JOB_ID"
+
+head_host="$(scontrol show hostnames "${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}" \\
+  | head -n 1)"
+head_address="$(getent ahostsv4 "$head_host" | awk 'NR == 1 {{ print $1 }}')"
+if [[ -z "$head_address" || "$head_address" == 127.* ]]; then
+  echo "no address of $head_host that other nodes could reach: see getent ahostsv4" >&2
+  exit 2
+fi
+
+# The controller looks for this file: jobs are paused after a checkpoint, then it ends.
+stop_file="$OCTAVO_HOME/stop"
+mkdir -p "$OCTAVO_HOME" {shlex.quote(profile.storage.jobs.path)}
+rm -f "$stop_file"
+trap 'touch "$stop_file"' TERM INT
+
+controller=(python -m deploy.serve "$OCTAVO_HOME" --address "$head_address:{GCS_PORT}"
+  --hosts {_nodes(profile)} {api}
+  --grace {max(30, profile.slurm.notice_s - 30)} --job "$job_file" --key "slurm-$SLURM_JOB_ID")
+{_steps(profile)}
+
+# A signal interrupts `wait`, not the step.
+code=0
+while true; do
+  if wait "$step"; then code=0; else code=$?; fi
+  kill -0 "$step" 2>/dev/null || break
+done
+exit "$code"
+"""
+
+
+def _steps(profile: ClusterProfile) -> str:
+    """One step, of one task a node; of several groups each is a part of it."""
+    parts = [_part(profile, group, i) for i, group in enumerate(profile.node_groups)]
+    line = " : \\\n  ".join(parts)
+    return f"srun --kill-on-bad-exit=0 {line} &\nstep=$!"
+
+
+def _part(profile: ClusterProfile, group: NodeGroup, place: int) -> str:
+    several = len(profile.node_groups) > 1
+    options = " ".join(shlex.quote(option) for option in node_options(group))
+    het = f"--het-group={place} " if several else ""
+    return (
+        f"{het}--ntasks-per-node=1 --export=ALL,RAY_NODE_TYPE_NAME={group.name} \\\n"
+        f'  ray symmetric-run --address "$head_address:{GCS_PORT}" \\\n'
+        f"  --min-nodes {_nodes(profile)} --dashboard-host={LOOPBACK} --disable-usage-stats \\\n"
+        f"  {options} \\\n"
+        f'  -- "${{controller[@]}}"'
+    )
+
+
+def _nodes(profile: ClusterProfile) -> int:
+    return sum(group.fewest for group in profile.node_groups)

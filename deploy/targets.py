@@ -1,0 +1,76 @@
+"""What is rendered for each target: names and texts of files, and what a person does with them.
+
+A new target is a new entry of ``RENDERERS``, and a word of ``cluster_profile.Target``. Promises:
+pure; the same profile gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deploy import container, kuberay, launcher, slurm, systemd
+from deploy.cluster_profile import ClusterProfile, Target
+from deploy.rendered import Rendered, yaml_text
+
+RENDERED = "Rendered by `octavo deploy`; change cluster.yaml and render it again.\n"
+Renderer = Callable[[ClusterProfile, str], list[Rendered]]
+"""(profile, text of a job file or "") → files."""
+
+
+def render(profile: ClusterProfile, target: Target, job: str = "") -> list[Rendered]:
+    """The target's files."""
+    return RENDERERS[target](profile, job)
+
+
+def _kuberay(profile: ClusterProfile, job: str) -> list[Rendered]:
+    comment = f"{RENDERED}  kubectl apply --server-side -f raycluster.yaml"
+    text = yaml_text(kuberay.cluster_objects(profile), comment)
+    return [Rendered("raycluster.yaml", text)]
+
+
+def _rayjob(profile: ClusterProfile, job: str) -> list[Rendered]:
+    comment = f"{RENDERED}  kubectl apply --server-side -f rayjob.yaml"
+    return [Rendered("rayjob.yaml", yaml_text(kuberay.job_objects(profile, job), comment))]
+
+
+def _launcher(target: Target) -> Renderer:
+    def rendered(profile: ClusterProfile, job: str) -> list[Rendered]:
+        comment = f"{RENDERED}  ray up {target}.yaml     ray down {target}.yaml"
+        text = yaml_text([launcher.launcher_object(profile, target)], comment)
+        return [Rendered(f"{target}.yaml", text)]
+
+    return rendered
+
+
+def _slurm(profile: ClusterProfile, job: str) -> list[Rendered]:
+    return [Rendered("octavo.sbatch", slurm.batch_script(profile), executable=True)]
+
+
+def _systemd(profile: ClusterProfile, job: str) -> list[Rendered]:
+    head = Rendered(systemd.HEAD_UNIT, systemd.head_service(profile))
+    nodes = [
+        Rendered(systemd.node_unit(group), systemd.node_service(profile, group))
+        for group in profile.node_groups
+    ]
+    return [head, *nodes]
+
+
+def _container(profile: ClusterProfile, job: str) -> list[Rendered]:
+    return [
+        Rendered("Containerfile.gpu", container.gpu_file(profile)),
+        Rendered("Containerfile.cpu", container.cpu_file(profile)),
+        Rendered(".dockerignore", container.ignore_file()),
+    ]
+
+
+RENDERERS: dict[Target, Renderer] = {
+    "kuberay": _kuberay,
+    "rayjob": _rayjob,
+    "aws": _launcher("aws"),
+    "gcp": _launcher("gcp"),
+    "azure": _launcher("azure"),
+    "on-prem": _launcher("on-prem"),
+    "slurm": _slurm,
+    "systemd": _systemd,
+    "container": _container,
+}

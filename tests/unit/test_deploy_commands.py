@@ -1,0 +1,131 @@
+"""``octavo deploy``: render, diff and apply, with clients that only say what they were told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import call
+from tests.unit.deploy_profiles import JOB, KUBERNETES, OWN_HOSTS, SLURM
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(KUBERNETES)
+    return str(file)
+
+
+def client(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_render_writes_and_diff_tells_what_would_change(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert call(["deploy", "diff", profile, "--out", str(out)]) == 1
+    assert "+kind: RayCluster" in capsys.readouterr().out
+    assert call(["deploy", "render", profile, "--out", str(out)]) == 0
+    assert call(["deploy", "diff", profile, "--out", str(out)]) == 0
+    Path(profile).write_text(KUBERNETES.replace("max: 16", "max: 32"))
+    capsys.readouterr()
+    assert call(["deploy", "diff", profile, "--out", str(out), "-o", "json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["different"] is True
+    assert "+      maxReplicas: 32" in told["files"][0]["diff"]
+
+
+def test_a_wrong_profile_or_target_is_a_usage_error(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["deploy", "render", profile, "--target", "kubray"]) == 2
+    assert "did you mean 'kuberay'?" in capsys.readouterr().err
+    Path(profile).write_text(KUBERNETES.replace("node_groups", "node_group"))
+    assert call(["deploy", "render", profile]) == 2
+    assert "did you mean 'node_groups'?" in capsys.readouterr().err
+
+
+def test_a_rayjob_wants_a_job_file_that_is_right(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["deploy", "render", profile, "--target", "rayjob"]) == 2
+    assert "--job job.yaml" in capsys.readouterr().err
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB + "trainig: {}\n")
+    words = ["deploy", "render", profile, "--target", "rayjob", "--job", str(job)]
+    assert call(words) == 2
+    assert "did you mean 'training'?" in capsys.readouterr().err
+
+
+def test_apply_hands_the_files_to_kubectl(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = 'echo "$@"; grep -c kind: raycluster.yaml'
+    client(tmp_path / "bin", "kubectl", told, monkeypatch)
+    assert call(["deploy", "apply", profile, "--yes"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "apply --server-side --request-timeout=60s -f raycluster.yaml"
+    client(tmp_path / "bin", "kubectl", "echo forbidden >&2; exit 1", monkeypatch)
+    assert call(["deploy", "apply", profile, "--yes"]) == 1
+    assert "forbidden" in capsys.readouterr().err
+
+
+def test_diff_asks_the_cluster_where_no_folder_is_named(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client(tmp_path / "bin", "kubectl", "exit 0", monkeypatch)
+    assert call(["deploy", "diff", profile]) == 0
+    client(tmp_path / "bin", "kubectl", "echo '+ replicas: 2'; exit 1", monkeypatch)
+    assert call(["deploy", "diff", profile]) == 1
+    assert "+ replicas: 2" in capsys.readouterr().out
+    client(tmp_path / "bin", "kubectl", "echo 'connection refused' >&2; exit 1", monkeypatch)
+    assert call(["deploy", "diff", profile]) == 1
+    assert "connection refused" in capsys.readouterr().err
+
+
+def test_a_client_that_is_not_there_is_told_with_what_to_do(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert call(["deploy", "apply", profile, "--yes"]) == 1
+    assert "kubectl apply --server-side" in capsys.readouterr().err
+    Path(profile).write_text(SLURM)
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    words = ["deploy", "apply", profile, "--target", "slurm", "--yes", "--job", str(job)]
+    assert call(words) == 1
+    assert f"sbatch octavo.sbatch {job}" in capsys.readouterr().err
+    Path(profile).write_text(OWN_HOSTS)
+    assert call(["deploy", "apply", profile, "--target", "systemd", "--yes"]) == 1
+    assert "systemctl enable --now octavo-head.service" in capsys.readouterr().err
+    assert call(["deploy", "diff", profile, "--target", "systemd"]) == 2
+
+
+def test_slurm_gets_script_and_job(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path(profile).write_text(SLURM)
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    client(tmp_path / "bin", "sbatch", 'test -x "$1" && echo "$@"', monkeypatch)
+    words = ["deploy", "apply", profile, "--target", "slurm", "--yes", "--job", str(job)]
+    assert call([*words, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["output"] == f"octavo.sbatch {job}\n"
