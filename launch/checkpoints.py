@@ -162,7 +162,7 @@ def commit_checkpoint(
     root = _checkpoints(Path(job_dir))
     own = _own(root, attempt)
     folder, at_timeline, files = _complete_folder(own, step, ranks, timeline)
-    final = root / f"step-{step:08d}"
+    final = checkpoint_folder(job_dir, step)
     checkpoint = Checkpoint(final, step, attempt, at_timeline, files, dict(run or {}))
     try:
         write_durably(folder / MANIFEST, json.dumps(_to_json(checkpoint), indent=1).encode())
@@ -303,6 +303,11 @@ def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
     snapshot = StoredSnapshot(payload, file.digest)
     refuse_damaged(snapshot, rank, step, "disk")
     return snapshot
+
+
+def checkpoint_folder(job_dir: str | Path, step: int) -> Path:
+    """Where the complete checkpoint of a step lies."""
+    return _checkpoints(Path(job_dir)) / f"step-{step:08d}"
 
 
 def _checkpoints(job_dir: Path) -> Path:

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from monitoring.amax import worst_by_headroom
+from monitoring.amax import are_of_layers, headrooms, worst_by_headroom
 from monitoring.exchange import exchange_numbers
 from monitoring.records import StepRecord
 from monitoring.summary import Tally
@@ -31,6 +31,16 @@ WORST_HEADROOM = "fp8/worst/headroom_octaves"
 WORST_SATURATED = "fp8/worst/overflows_pct"
 WORST_UNDERFLOW = "fp8/worst/underflows_pct"
 WORST_SQNR = "fp8/worst/sqnr_db"
+
+HEAT_MAP = "fp8/all/heat_map"
+"""Layers × steps, as a page."""
+HISTOGRAMS = {
+    "fp8/all/headroom_octaves": (-4.0, 12.0),
+    "fp8/all/log2_amax": (-32.0, 16.0),
+    "fp8/all/log10_underflows_pct": (-4.0, 2.0),
+}
+"""Distributions over all tensors of a step, each with the range of its bins."""
+BINS = 32
 
 ATTEMPT = "recovery/attempt"
 TIMELINE = "recovery/timeline"
@@ -71,6 +81,25 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
     values |= {f"{COMM}{name}": number for name, number in exchange_numbers(record.comm).items()}
     values.update(_tensor_metrics(record, worst, fp8_format))
     return values
+
+
+def histograms(record: StepRecord, fp8_format: str) -> dict[str, tuple[list[int], list[float]]]:
+    """(counts [BINS], edges [BINS + 1]) of each of ``HISTOGRAMS``; what lies beyond the range
+    counts into its last bins. Of the tensors that computed in FP8 with a scale made from data."""
+    columns = TensorColumns.of(record.tensors)
+    away = are_of_layers(columns.names, tuple(record.high_precision_layers))
+    counted = columns.calibrated & ~away
+    if not counted.any():
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lost = np.log10(columns.underflow_pct)
+        values = (headrooms(columns, fp8_format), np.log2(columns.amax), lost)
+    told = {}
+    for (name, (low, high)), of_all in zip(HISTOGRAMS.items(), values, strict=True):
+        known = of_all[counted & ~np.isnan(of_all)]
+        counts, edges = np.histogram(np.clip(known, low, high), bins=BINS, range=(low, high))
+        told[name] = (counts.tolist(), edges.tolist())
+    return told
 
 
 def _tensor_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, float]:

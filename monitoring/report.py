@@ -29,9 +29,10 @@ from monitoring.report_charts import (
     precision_chart,
     recovery_picture,
 )
-from monitoring.report_layers import LayerFacts
+from monitoring.report_layers import COLOURS, LayerFacts
 from monitoring.report_style import PAGE
 from monitoring.report_time import clock_chart, legend, share_bar, time_table
+from monitoring.secrets import masked
 from monitoring.summary import summarize
 
 __all__ = ["recovery_picture", "render_report"]
@@ -41,17 +42,6 @@ WIDE, NARROW = 930.0, 370.0
 
 TABLE_STEPS, TABLE_LAYERS = 12, 12
 """Rows of the tables that say in words what a chart shows."""
-
-COLOUR_NAMES = (
-    "10 % clamped and more",
-    "1 % and more",
-    "0.1 % and more",
-    "next to none, headroom under 1 octave",
-    "1 to 2 octaves",
-    "2 to 3 octaves",
-    "over 3 octaves",
-)
-"""What the colours ``h0`` to ``h6`` of the heat map mean."""
 
 
 def render_report(view: JobView) -> str:
@@ -211,7 +201,7 @@ def _range(story: Story) -> str:
         return ""
     keys = "".join(
         _key(f'<rect class="h{i}" width="22" height="12" rx="2"/>', name)
-        for i, name in enumerate(COLOUR_NAMES)
+        for i, name in enumerate(COLOURS)
     )
     keys += _key('<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
     facts = story.layers.facts
@@ -232,16 +222,13 @@ def _range(story: Story) -> str:
 
 
 def _layer_row(name: str, facts: LayerFacts, cells: Mapping[int, int]) -> str:
-    clamped = "none" if facts.clamped_step is None else f"{facts.clamped_pct:.2g} %"
-    clamped += "" if facts.clamped_step is None else f" in step {facts.clamped_step:,}"
-    room = "–" if facts.headroom_step is None else f"{facts.headroom:+.1f} octaves"
-    room += "" if facts.headroom_step is None else f" in step {facts.headroom_step:,}"
     colours = list(cells.values())
     told = ", ".join(
-        f"{word}: {colours.count(i)}" for i, word in enumerate(COLOUR_NAMES) if i in colours
+        f"{word}: {colours.count(i)}" for i, word in enumerate(COLOURS) if i in colours
     )
     return (
-        f"<tr><td><code>{escape(name)}</code></td><td>{clamped}</td><td>{room}</td>"
+        f"<tr><td><code>{escape(name)}</code></td><td>{facts.clamped_text}</td>"
+        f"<td>{facts.headroom_text}</td>"
         f"<td>{told or '–'}</td></tr>"
     )
 
@@ -400,7 +387,7 @@ def _environment(view: JobView) -> str:
 
 
 def _configuration(view: JobView) -> str:
-    text = yaml.safe_dump(_plain(view.spec), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(_plain(masked(view.spec)), sort_keys=False, allow_unicode=True)
     return (
         "<section><h2>Configuration</h2><details><summary>the completed job file</summary>"
         f"<pre>{escape(text)}</pre></details></section>"

@@ -18,7 +18,18 @@ CLAMPED_PCT = (10.0, 1.0, 0.1)
 """Percent of values clamped from which the first colours are taken."""
 HEADROOM_OCTAVES = (1.0, 2.0, 3.0)
 """Headroom that parts the other colours."""
-_NONE = len(CLAMPED_PCT) + len(HEADROOM_OCTAVES) + 1
+COLOURS = (
+    "10 % clamped and more",
+    "1 % and more",
+    "0.1 % and more",
+    "next to none, headroom under 1 octave",
+    "1 to 2 octaves",
+    "2 to 3 octaves",
+    "over 3 octaves",
+)
+"""What the colours 0 to 6 mean."""
+BF16, NO_CELL = len(COLOURS), len(COLOURS) + 1
+"""After the colours: a layer that computed in BF16, and one of which nothing is known."""
 
 
 @dataclass(slots=True)
@@ -31,6 +42,57 @@ class LayerFacts:
     headroom: float = math.inf
     """Octaves."""
     headroom_step: int | None = None
+
+    def add(self, step: int, clamped_pct: float, headroom: float) -> None:
+        """Take in a step in which the layer computed in FP8."""
+        if clamped_pct > self.clamped_pct:
+            self.clamped_pct, self.clamped_step = clamped_pct, step
+        if headroom < self.headroom:
+            self.headroom, self.headroom_step = headroom, step
+
+    @property
+    def clamped_text(self) -> str:
+        if self.clamped_step is None:
+            return "none"
+        return f"{self.clamped_pct:.2g} % in step {self.clamped_step:,}"
+
+    @property
+    def headroom_text(self) -> str:
+        if self.headroom_step is None:
+            return "–"
+        return f"{self.headroom:+.1f} octaves in step {self.headroom_step:,}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayersSeen:
+    """The layers in one step, an array a fact [layers]; of a layer the worst of its operands."""
+
+    layers: tuple[str, ...]
+    colours: npt.NDArray[np.uint8]
+    """0 the worst to 6, BF16, or NO_CELL where no operand is calibrated yet."""
+    clamped: npt.NDArray[np.float64]
+    """Percent; 0 where nothing counts."""
+    headroom: npt.NDArray[np.float64]
+    """Octaves; inf where nothing counts."""
+
+
+def look_at(record: StepRecord, fp8_format: str) -> LayersSeen | None:
+    """What a step says of its layers; None where it has no statistics."""
+    columns = TensorColumns.of(record.tensors)
+    if not columns.names:
+        return None
+    names, where = _layers_of(columns.names)
+    away = are_of_layers(columns.names, tuple(record.high_precision_layers))
+    counted = columns.calibrated & ~away
+    rooms = headrooms(columns, fp8_format)
+    colours = np.full(len(names), NO_CELL, dtype=np.uint8)
+    colours[where[away]] = BF16
+    np.minimum.at(colours, where[counted], colours_of(columns.saturated_pct, rooms)[counted])
+    clamped = np.zeros(len(names))
+    np.maximum.at(clamped, where[counted], columns.saturated_pct[counted])
+    least = np.full(len(names), np.inf)
+    np.minimum.at(least, where[counted], rooms[counted])
+    return LayersSeen(names, colours, clamped, least)
 
 
 class Layers:
@@ -49,42 +111,23 @@ class Layers:
         """Of abandoned steps only trouble is shown, for the kept ones stand in the same place."""
         layers = cls(fp8_format)
         for record in kept:
-            layers.add(record, most=_NONE)
+            layers.add(record, most=BF16 - 1)
         for record in abandoned:
             layers.add(record, most=len(CLAMPED_PCT) - 1)
         return layers
 
     def add(self, record: StepRecord, most: int) -> None:
         """Take in a step; colours up to ``most`` are shown."""
-        columns = TensorColumns.of(record.tensors)
-        if not columns.names:
+        seen = look_at(record, self._format)
+        if seen is None:
             return
-        names, where = _layers_of(columns.names)
-        for name in names:
-            self.cells.setdefault(name, {})
-            self.facts.setdefault(name, LayerFacts())
-        counted = columns.calibrated & ~are_of_layers(
-            columns.names, tuple(record.high_precision_layers)
-        )
-        if not counted.any():
-            return
-        rooms = headrooms(columns, self._format)
-        colours = colours_of(columns.saturated_pct, rooms)
-        worst = np.full(len(names), _NONE, dtype=np.int64)
-        np.minimum.at(worst, where[counted], colours[counted])
-        clamped = np.zeros(len(names))
-        np.maximum.at(clamped, where[counted], columns.saturated_pct[counted])
-        least = np.full(len(names), np.inf)
-        np.minimum.at(least, where[counted], rooms[counted])
-        for i, colour in enumerate(worst.tolist()):
-            if colour <= most and colour < _NONE:
-                row = self.cells[names[i]]
+        for i, name in enumerate(seen.layers):
+            row = self.cells.setdefault(name, {})
+            colour = int(seen.colours[i])
+            if colour <= most:
                 row[record.step] = min(colour, row.get(record.step, colour))
-            facts = self.facts[names[i]]
-            if clamped[i] > facts.clamped_pct:
-                facts.clamped_pct, facts.clamped_step = float(clamped[i]), record.step
-            if least[i] < facts.headroom:
-                facts.headroom, facts.headroom_step = float(least[i]), record.step
+            facts = self.facts.setdefault(name, LayerFacts())
+            facts.add(record.step, float(seen.clamped[i]), float(seen.headroom[i]))
 
     def worst(self, count: int) -> list[str]:
         """The ``count`` layers with the most trouble, in their own order."""
@@ -99,7 +142,7 @@ class Layers:
 
 def colours_of(
     clamped_pct: npt.NDArray[np.float64], headroom: npt.NDArray[np.float64]
-) -> npt.NDArray[np.int64]:
+) -> npt.NDArray[np.uint8]:
     """Colour of each tensor in one step, 0 the worst to 6.
 
     Clamped values decide; headroom only where there are next to none. Delayed scaling leaves
@@ -108,7 +151,7 @@ def colours_of(
     colours = len(CLAMPED_PCT) + np.searchsorted(HEADROOM_OCTAVES, headroom, side="right")
     for colour, limit in reversed(list(enumerate(CLAMPED_PCT))):
         colours = np.where(clamped_pct >= limit, colour, colours)
-    return colours.astype(np.int64)
+    return colours.astype(np.uint8)
 
 
 @lru_cache(maxsize=8)

@@ -19,6 +19,7 @@ import os
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from urllib.parse import urlsplit
 
 from monitoring import metrics
 from monitoring.config import WandbConfig
-from monitoring.job_view import Row
+from monitoring.heat_image import HeatImage
+from monitoring.job_view import GOES_BACK, Row
 from monitoring.records import StepRecord
+from monitoring.secrets import masked
 from monitoring.summary import Tally
+from monitoring.wandb_tables import wandb_tables
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,22 @@ QUEUE_LIMIT = 10_000
 INIT_TIMEOUT_S = 30.0
 WORST_TENSORS = 8
 """Tensors with scalars of their own in each step."""
+HISTOGRAMS_EVERY = 10
+"""Steps from one histogram of all tensors to the next."""
+HEAT_MAP_EVERY = 200
+"""Steps from one heat map of all layers to the next; there is one after each trouble, too, and one
+at the end. With the above, a step takes at most ``BYTES_A_STEP`` on average."""
+BYTES_A_STEP = 8000
+"""Bytes of W&B's files that a step of a model with 1,000 tensors takes at most, on average."""
+HEAT_AFTER = 3
+"""Steps after a trouble that its heat map has, too."""
+MOST_NOTES = 40
+"""Newest lines of the run's notes."""
+REMEMBERED_STEPS = 4096
+"""Steps whose attempt and timeline is known, for checkpoints that are written later."""
 
+ALERT_WAIT_S = 1
+"""Seconds in which W&B takes a second alert of the same title for the first; 0 means a minute."""
 _SERIOUS = frozenset({"pause", "fail"})
 """Actions that raise an alert: the job needs a person, or one has stopped it."""
 
@@ -81,7 +100,7 @@ class WandbRun:
         self.config = config
         self.job = job
         self.directory = directory
-        self.spec = spec
+        self.spec = masked(spec)
         self.mode = resolve_mode(config)
         self.dropped = 0
         """Entries that found the queue full."""
@@ -95,6 +114,12 @@ class WandbRun:
         self._step = 0
         self._tables_changed = False
         self._fp8_format = str((spec.get("fp8") or {}).get("format", "HYBRID"))
+        self._heat = HeatImage(self._fp8_format)
+        self._heat_due = HEAT_MAP_EVERY
+        self._notes: list[str] = []
+        self._marks: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._checkpoint: int | None = None
+        self._start: Row = {}
 
     @property
     def disabled(self) -> bool:
@@ -111,8 +136,11 @@ class WandbRun:
         totals and tables go on from it; it is not logged again."""
         for action in actions:
             self._tally.add_action(action)
+            self._note(action)
         for record in steps:
             self._tally.add_step(record)
+            self._heat.add(record)
+            self._mark(record)
         self._incidents += incidents
         self._actions += actions
         if not self._disabled:
@@ -132,6 +160,15 @@ class WandbRun:
     def log_config(self, values: Row) -> None:
         """More of the run's configuration, known only now; replaces what is there."""
         self._put("config", dict(values))
+
+    def log_start(self, start: Row) -> None:
+        """An attempt begins: its number, and the step and tier (``memory``, ``disk``, ``seed``)
+        of the state it begins with."""
+        self._put("start", dict(start))
+
+    def log_checkpoint(self, step: int, folder: Path) -> None:
+        """A checkpoint is complete; told of as a reference, its files stay where they are."""
+        self._put("checkpoint", (step, folder))
 
     def finish(self, summary: Row | None = None, timeout: float = 20.0) -> bool:
         """Write what is queued and end the run; False when it took longer than ``timeout``
@@ -195,12 +232,19 @@ class WandbRun:
         return run
 
     def _init(self, wandb: Any, mode: str) -> Any:
+        if mode == "offline":
+            # Its service tells W&B how it fares, offline too.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         settings = wandb.Settings(
             silent=True,
             console="off",
             disable_git=True,
             disable_code=True,
             x_disable_stats=True,
+            # Its metadata have the command line, and Ray's has a password in it.
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            program="octavo",
             init_timeout=INIT_TIMEOUT_S,
             finish_timeout=15.0,
             x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
@@ -215,6 +259,7 @@ class WandbRun:
             mode=mode,
             dir=str(self.directory),
             config=dict(self.spec),
+            notes=self._told_notes() or None,
             reinit="create_new",
             settings=settings,
         )
@@ -232,11 +277,75 @@ class WandbRun:
         self._log_tables()
         self._tally.add_step(record)
         self._step = record.step
-        values = metrics.step_metrics(record, WORST_TENSORS, self._fp8_format)
-        self._run.log(values | metrics.tally_metrics(self._tally))
+        self._mark(record)
+        self._heat.add(record)
+        values: dict[str, Any] = {**metrics.step_metrics(record, WORST_TENSORS, self._fp8_format)}
+        values |= metrics.tally_metrics(self._tally)
+        if record.step % HISTOGRAMS_EVERY == 0:
+            values |= self._histograms(record)
+        self._heat_due -= 1
+        if self._heat_due <= 0:
+            values |= self._heat_map()
+        self._run.log(values)
+
+    def _histograms(self, record: StepRecord) -> dict[str, Any]:
+        import wandb
+
+        told = metrics.histograms(record, self._fp8_format)
+        return {name: wandb.Histogram(np_histogram=made) for name, made in told.items()}
+
+    def _heat_map(self) -> dict[str, Any]:
+        import wandb
+
+        self._heat_due = HEAT_MAP_EVERY
+        page = self._heat.html()
+        if not page:
+            return {}
+        return {metrics.HEAT_MAP: wandb.Html(page, inject=False, data_is_not_path=True)}
 
     def _on_config(self, values: Row) -> None:
-        self._run.config.update(dict(values), allow_val_change=True)
+        self._run.config.update(masked(dict(values)), allow_val_change=True)
+
+    def _on_start(self, start: Row) -> None:
+        self._start = start
+        if self.mode == "online" and start.get("tier") == "disk":
+            # Lineage: W&B draws what an attempt went on from. Offline there is nobody to ask.
+            try:
+                self._run.use_artifact(f"{self.job}-checkpoint:step-{start['step']}")
+            except Exception as error:  # noqa: BLE001 - of a checkpoint that W&B doesn't know
+                logger.info("no artifact of step %s: %s", start["step"], error)
+
+    def _on_checkpoint(self, told: tuple[int, Path]) -> None:
+        import wandb
+
+        step, folder = told
+        attempt, timeline = self._marks.get(step - 1, (self._tally.attempt, self._tally.timeline))
+        lineage = {
+            "job": self.job,
+            "step": step,
+            "attempt": attempt,
+            "timeline": timeline,
+            "attempt_began_at_step": self._start.get("step"),
+            "attempt_began_from": self._start.get("tier"),
+            "checkpoint_before": self._checkpoint,
+        }
+        artifact = wandb.Artifact(
+            f"{self.job}-checkpoint",
+            type="checkpoint",
+            description=f"Step {step} of attempt {attempt}, timeline {timeline}",
+            metadata=lineage,
+        )
+        aliases = ["latest", f"step-{step}", f"attempt-{attempt}", f"timeline-{timeline}"]
+        try:
+            # Files of the same paths are the same version to W&B; after a rollback they are not.
+            name = f"attempt-{attempt}-timeline-{timeline}/{folder.name}"
+            artifact.add_reference(folder.absolute().as_uri(), name=name, checksum=False)
+            self._run.log_artifact(artifact, aliases=aliases)
+        except Exception as error:  # noqa: BLE001 - it may have been deleted for newer ones
+            # No reason to do without the rest.
+            logger.info("no artifact of the checkpoint of step %d: %s", step, error)
+            return
+        self._checkpoint = step
 
     def _on_incident(self, incident: Row) -> None:
         self._incidents.append(incident)
@@ -244,83 +353,77 @@ class WandbRun:
             title=f"{self.job}: {incident['kind'].replace('_', ' ')} at step {incident['step']}",
             text=incident["message"],
             level="WARN",
-            wait_duration=0,
+            wait_duration=ALERT_WAIT_S,
         )
         self._tables_changed = True
 
     def _on_action(self, action: Row) -> None:
         self._tally.add_action(action)
         self._actions.append(action)
+        self._heat_due = min(self._heat_due, HEAT_AFTER)
+        if self._note(action):
+            self._run.notes = self._told_notes()
         if action["kind"] in _SERIOUS:
             self._run.alert(
                 title=f"{self.job}: {action['kind']} at step {action['step']}",
                 text=action["reason"],
                 # Who paused it knows; whoever watches learns.
                 level="INFO" if action.get("asked") else "ERROR",
-                wait_duration=0,
+                wait_duration=ALERT_WAIT_S,
             )
         self._tables_changed = True
 
     def _on_finish(self, summary: Row) -> None:
         self._log_tables()
+        if self._heat_due < HEAT_MAP_EVERY and (heat := self._heat_map()):
+            self._run.log({metrics.STEP: self._step, **heat})
+        self._tell_end(summary)
         for key, value in summary.items():
             if isinstance(value, (int, float, str)):
                 self._run.summary[f"job/{key}"] = value
         self._run.finish(exit_code=0 if summary.get("state", "succeeded") == "succeeded" else 1)
 
-    def _log_tables(self) -> None:
-        if not self._tables_changed:
+    def _tell_end(self, summary: Row) -> None:
+        """An alert of how the job ended; of a pause its action has told."""
+        state = summary.get("state")
+        if state is None or state == "paused":
             return
-        self._tables_changed = False
-        import wandb
-
-        incidents = wandb.Table(
-            columns=["step", "onset", "kind", "message", "suspects"],
-            data=[_incident_row(row) for row in self._incidents],
-        )
-        actions = wandb.Table(
-            columns=["step", "kind", "to_step", "reason", "precision", "passed_over", "asked_by"],
-            data=[_action_row(row) for row in self._actions],
-        )
-        ledger = wandb.Table(
-            columns=["batch", "step", "kind", "asked_by", "reason"],
-            data=[row for action in self._actions for row in _ledger_rows(action)],
-        )
-        self._run.log(
-            {
-                metrics.STEP: self._step,
-                metrics.SKIP_LEDGER_TABLE: ledger,
-                metrics.INCIDENTS_TABLE: incidents,
-                metrics.ACTIONS_TABLE: actions,
-            }
+        steps, planned = summary.get("steps"), summary.get("steps_planned")
+        of = f" of {planned}" if planned is not None else ""
+        loss = summary.get("final_loss")
+        self._run.alert(
+            title=f"{self.job}: {state}",
+            text=f"{steps}{of} steps" + (f", loss {loss:.4g}" if isinstance(loss, float) else ""),
+            level="ERROR" if state == "failed" else "INFO",
+            wait_duration=ALERT_WAIT_S,
         )
 
+    def _note(self, action: Row) -> bool:
+        """Keep what went back for the run's notes; whether it did."""
+        if action["kind"] not in GOES_BACK:
+            return False
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(float(action["time"])))
+        to = action.get("to_step")
+        where = f" to step {to}" if to is not None else ""
+        words = str(action["kind"]).replace("_", " ")
+        self._notes.append(f"{when}, step {action['step']}: {words}{where}. {action['reason']}")
+        return True
 
-def _incident_row(row: Row) -> list[Any]:
-    suspects = ", ".join(suspect["layer"] for suspect in row.get("suspects", ()))
-    return [row["step"], row["onset_step"], row["kind"], row["message"], suspects]
+    def _told_notes(self) -> str:
+        left = len(self._notes) - MOST_NOTES
+        head = (
+            [f"({left} earlier ones are in the table {metrics.ACTIONS_TABLE})"] if left > 0 else []
+        )
+        return "\n".join([*head, *self._notes[-MOST_NOTES:]])
 
+    def _mark(self, record: StepRecord) -> None:
+        self._marks[record.step] = (record.attempt, record.timeline)
+        self._marks.move_to_end(record.step)
+        if len(self._marks) > REMEMBERED_STEPS:
+            self._marks.popitem(last=False)
 
-def _ledger_rows(row: Row) -> list[list[Any]]:
-    """The batches that an action left out, one a row, and why: W&B can sort and filter them."""
-    by = (row.get("asked") or {}).get("by", "")
-    why = [row["step"], row["kind"], by, row["reason"]]
-    return [[batch, *why] for batch in row.get("skip_batches", ())]
-
-
-def _action_row(row: Row) -> list[Any]:
-    moved = dict(row.get("precision", {}))
-    if row.get("exchange") is not None:
-        moved["gradient exchange"] = row["exchange"]
-    precision = ", ".join(f"{k} → {v}" for k, v in moved.items())
-    passed = "; ".join(f"{p['rung']}: {p['why']}" for p in row.get("passed_over", ()))
-    to_step = row.get("to_step")
-    return [
-        row["step"],
-        row["kind"],
-        "" if to_step is None else str(to_step),
-        row["reason"],
-        precision,
-        passed,
-        (row.get("asked") or {}).get("by", ""),
-    ]
+    def _log_tables(self) -> None:
+        if self._tables_changed:
+            self._tables_changed = False
+            tables = wandb_tables(self._incidents, self._actions)
+            self._run.log({metrics.STEP: self._step, **tables})

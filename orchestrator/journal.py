@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from launch.checkpoints import checkpoint_folder
 from monitoring.job_view import JobView
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
@@ -44,6 +45,10 @@ class RunLog(Protocol):
     def log_action(self, action: Mapping[str, Any]) -> None: ...
 
     def log_config(self, values: Mapping[str, Any]) -> None: ...
+
+    def log_start(self, start: Mapping[str, Any]) -> None: ...
+
+    def log_checkpoint(self, step: int, folder: Path) -> None: ...
 
     def finish(self, summary: Mapping[str, Any] | None = None, timeout: float = 20.0) -> bool: ...
 
@@ -120,6 +125,11 @@ class Journal:
         """An event; with a transition it goes out at once."""
         event = self._noted(notice, now)
         self._outbox.tell(Told(event=event, transition=transition), urgent=transition is not None)
+        if self._run_log and notice.kind == "attempt_started":
+            self._run_log.log_start(notice.detail)
+        if self._run_log and notice.kind == "checkpoint_written":
+            step = int(notice.detail["step"])
+            self._run_log.log_checkpoint(step, checkpoint_folder(self._resume.job_dir, step))
 
     def answered(self, answer: ControlAnswer, notice: Notice, now: float) -> None:
         """What became of a control; goes out at once."""

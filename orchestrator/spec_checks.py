@@ -12,6 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from monitoring.config import DetectionConfig
+from monitoring.secrets import SECRET_NAME, SECRET_VALUE
 from orchestrator.degrees import check_min_nodes
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import check_backend, check_backend_model
@@ -40,10 +41,6 @@ from parallel.precision.recipes import is_high_precision, linear_names
 
 ZERO_STAGE: KeyPath = ("parallelism", "zero_stage")
 
-_SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PAT)S?$", re.I)
-_SECRET_VALUE = re.compile(
-    r"^(sk-|ghp_|gho_|github_pat_|glpat-|hf_|xox[abp]-|AKIA|eyJ)|-----BEGIN |://[^/\s:@]+:[^/\s@]+@"
-)
 _OWN_ENVS = frozenset(
     [
         "MASTER_ADDR",
@@ -290,7 +287,7 @@ def _high_precision_parameters(spec: JobSpec) -> Iterator[Finding]:
 def _envs(spec: JobSpec) -> Iterator[Finding]:
     for name, value in spec.envs.items():
         path: KeyPath = ("envs", name)
-        if _SECRET_NAME.search(name) or _SECRET_VALUE.search(value):
+        if SECRET_NAME.search(name) or SECRET_VALUE.search(value):
             remedy = "leave it out, and have it in the environment that the nodes start with"
             yield Finding(
                 path, "looks like a secret, and envs are stored and shown in clear", remedy

@@ -17,6 +17,7 @@ from typing import Any
 from launch.commands import Report
 from launch.preflight_run import PreflightRun
 from launch.worker_group import WorkerGroup
+from monitoring.environment import environment
 from monitoring.records import StepRecord
 from monitoring.wandb_run import WandbRun
 from orchestrator.controls import Control
@@ -191,10 +192,21 @@ def history(controller: RayController, resume: ResumeState) -> JobHistory:
         return JobHistory()
 
 
+def _topology(resume: ResumeState) -> dict[str, int]:
+    """What the job runs on, for W&B's configuration; its degrees are in the spec."""
+    seats = [node for node in resume.nodes if not node.spare]
+    return {
+        "nodes": len(seats),
+        "ranks": sum(node.slots for node in seats),
+        "spares": len(resume.nodes) - len(seats),
+    }
+
+
 def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
     """The job's W&B run; None when there can't be one, for training goes on without."""
     try:
         spec = resume.spec.model_dump(mode="json") | backend_detail(backend_of(resume.spec))
+        spec |= {"environment": environment(), "topology": _topology(resume)}
         run = WandbRun(resume.spec.wandb, resume.job, Path(resume.job_dir), spec)
         run.start(
             steps=[StepRecord.from_json(row) for row in past.steps],

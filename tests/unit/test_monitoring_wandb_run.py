@@ -10,11 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from monitoring import metrics
 from monitoring.config import WandbConfig
-from monitoring.wandb_run import WandbRun, logged_in, resolve_mode
+from monitoring.tensor_stats import TensorColumns
+from monitoring.wandb_run import BYTES_A_STEP, WandbRun, logged_in, resolve_mode
 from tests.unit.monitoring_traces import healthy_trace
 
 LEET = Path(sys.executable).with_name("wandb")
@@ -63,6 +65,13 @@ def read_back(directory):
     return records
 
 
+def checkpoint(job, step):
+    folder = job / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rank-0.safetensors").write_bytes(b"x" * 100)
+    return folder
+
+
 def history(records):
     return [r["history"]["item"] for r in records if r["type"] == "history"]
 
@@ -104,18 +113,25 @@ class TestARealOfflineRun:
         later = [dataclasses.replace(r, timeline=1, time=r.time + 4.0) for r in steps[40:]]
         first = WandbRun(WandbConfig(mode="offline"), "demo-abc123", directory, SPEC)
         first.start()
+        first.log_start({"attempt": 1, "step": 0, "tier": "seed"})
         for step in steps[:50]:
             first.log_step(step)
+        for step in (40, 50):
+            first.log_checkpoint(step, checkpoint(directory, step))
+        first.log_checkpoint(7, directory / "gone")
         first.log_incident(incident_row(49))
         first.log_action(action_row(49, 40))
-        assert first.finish(timeout=30)
+        assert first.finish({"state": "paused"}, timeout=30)
         second = WandbRun(WandbConfig(mode="offline"), "demo-abc123", directory, SPEC)
         second.start(steps[:50], [incident_row(49)], [action_row(49, 40)])
+        second.log_start({"attempt": 1, "step": 40, "tier": "disk"})
         for step in later:
             second.log_step(step)
+        second.log_checkpoint(50, checkpoint(directory, 50))
         for by_hand in (False, True):
             second.log_action(pause_row(59, by_hand=by_hand))
-        assert second.finish({"state": "succeeded", "final_loss": 2.5}, timeout=30)
+        ended = {"state": "succeeded", "final_loss": 2.5, "steps": 60, "steps_planned": 60}
+        assert second.finish(ended, timeout=30)
         assert not first.disabled
         assert not second.disabled
         return read_back(directory)
@@ -152,6 +168,52 @@ class TestARealOfflineRun:
         tables = [k for item in history(records) for k in item if "_type" in k or "actions" in k]
         assert any(k.startswith(metrics.ACTIONS_TABLE) for k in tables)
 
+    def test_a_pause_calls_a_person_louder_where_nobody_asked_for_it(self, records):
+        alerts = [r["alert"] for r in records if r["type"] == "alert"][1:-1]
+        assert [(a["title"], a["level"], a["text"]) for a in alerts] == [
+            ("demo-abc123: pause at step 59", "ERROR", "no rung is left"),
+            ("demo-abc123: pause at step 59", "INFO", "no rung is left"),
+        ]
+
+    def test_its_end_is_an_alert_too(self, records):
+        alerts = [r["alert"] for r in records if r["type"] == "alert"]
+        assert alerts[-1]["title"] == "demo-abc123: succeeded"
+        assert alerts[-1]["text"] == "60 of 60 steps, loss 2.5"
+        # 0 would be W&B's own minute, in which it drops a second alert of a title.
+        assert {a["wait_duration"] for a in alerts} == {"1000"}
+
+    def test_what_went_back_is_in_its_notes(self, records):
+        notes = [r["run"]["notes"] for r in records if r["type"] == "run" and "notes" in r["run"]]
+        assert "step 49: layer fallback to step 40. layers.2.mlp.down moved first" in notes[-1]
+        assert len(notes[-1].splitlines()) == 1, "once, in the second process too"
+
+    def test_checkpoints_are_references_with_where_they_come_from(self, records):
+        told = [r["artifact"] for r in records if r["type"] == "artifact"]
+        # Tables are artifacts of W&B's own.
+        told = [a for a in told if a["type"] != "run_table"]
+        assert {(a["name"], a["type"]) for a in told} == {("demo-abc123-checkpoint", "checkpoint")}
+        lineages = [json.loads(a["metadata"]) for a in told]
+        keys = ("step", "attempt", "timeline", "attempt_began_from", "checkpoint_before")
+        assert [tuple(one[k] for k in keys) for one in lineages] == [
+            (40, 1, 0, "seed", None),
+            (50, 1, 0, "seed", 40),
+            (50, 1, 1, "disk", None),
+        ]
+        assert len({a["digest"] for a in told}) == 3, "the same step of another timeline is another"
+        assert set(told[2]["aliases"]) == {"latest", "step-50", "attempt-1", "timeline-1"}
+        (entry,) = told[0]["manifest"]["contents"]
+        assert entry["ref"].startswith("file:///") and entry["ref"].endswith("rank-0.safetensors")
+
+    def test_all_tensors_are_in_histograms_and_in_a_heat_map(self, records):
+        told = history(records)
+        every = [item for item in told if "fp8/all/headroom_octaves.values" in item]
+        assert [item[metrics.STEP] for item in every] == [10, 20, 30, 40, 40, 50]
+        for name in metrics.HISTOGRAMS:
+            assert every[0][f"{name}._type"] == "histogram"
+            assert sum(every[0][f"{name}.values"]) == 48, "every tensor, once"
+        pages = [item for item in told if item.get(f"{metrics.HEAT_MAP}._type") == "html-file"]
+        assert [page[metrics.STEP] for page in pages] == [49, 59]
+
 
 def test_the_skip_ledger_is_a_table_of_batches_with_the_action_that_left_them_out(faked, tmp_path):
     run = FakeRun()
@@ -169,13 +231,6 @@ def test_the_skip_ledger_is_a_table_of_batches_with_the_action_that_left_them_ou
         [69, 70, "layer_fallback", "ada"],
     ]
     assert all(row[4] == action_row(49, 40)["reason"] for row in table.data[:2])
-
-    def test_a_pause_calls_a_person_louder_where_nobody_asked_for_it(self, records):
-        alerts = [r["alert"] for r in records if r["type"] == "alert"][1:]
-        assert [(a["title"], a["level"], a["text"]) for a in alerts] == [
-            ("demo-abc123: pause at step 59", "ERROR", "no rung is left"),
-            ("demo-abc123: pause at step 59", "INFO", "no rung is left"),
-        ]
 
 
 def test_a_kill_loses_less_than_a_second(tmp_path):
@@ -215,6 +270,72 @@ def test_a_kill_loses_less_than_a_second(tmp_path):
     older = {step for step, at in stamps if at < killed - 1.0}
     assert len(older) > 200
     assert older <= kept
+
+
+PLANTED = """
+import os, sys
+from pathlib import Path
+from monitoring.config import WandbConfig
+from monitoring.wandb_run import WandbRun
+from tests.unit.monitoring_traces import healthy_trace
+spec = {"name": "demo", "deepspeed": {"nebula": {"api_key": "planted-in-the-spec"}},
+        "data": {"source": "s3://user:planted-in-a-url@host/data"}, "envs": {"A": "kept"}}
+run = WandbRun(WandbConfig(mode="offline"), "demo-plant1", Path(sys.argv[1]), spec)
+run.start()
+run.log_config({"backend": "native", "hf_token": "planted-in-the-config"})
+for record in healthy_trace(3):
+    run.log_step(record)
+assert run.finish({"state": "succeeded"}, timeout=30)
+assert not run.disabled
+"""
+
+
+def test_no_secret_of_the_process_or_the_spec_is_in_its_files(tmp_path):
+    """Ray's workers have the password of its Redis on their command lines."""
+    root = Path(__file__).parents[2]
+    secret = "planted-in-the-environment"
+    env = os.environ | {"PYTHONPATH": str(root), "MY_TOKEN": secret, "WANDB_API_KEY": "k" * 40}
+    command = [sys.executable, "-c", PLANTED, str(tmp_path), "--redis-password=planted-in-argv"]
+    subprocess.run(command, check=True, env=env, timeout=60)
+    files = [f for f in tmp_path.rglob("*") if f.is_file()]
+    told = b"".join(f.read_bytes() for f in files)
+    assert b"planted" not in told and b"k" * 40 not in told
+    (run,) = [r["run"] for r in read_back(tmp_path) if r["type"] == "run"]
+    config = run["config"]["update"]
+    assert config["deepspeed"] == {"nebula": {"api_key": "(secret, left out)"}}
+    assert config["envs"] == {"A": "kept"}
+
+
+def test_a_step_of_a_thousand_tensors_takes_a_bounded_number_of_bytes(tmp_path):
+    names = tuple(
+        f"layers.{i}.{part}/{role}"
+        for i in range(84)
+        for part in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+        for role in ("input", "weight", "grad_output")
+    )[:1002]
+    rng = np.random.default_rng(0)
+    run = WandbRun(WandbConfig(mode="offline"), "demo-large1", tmp_path, SPEC)
+    run.start()
+    steps = healthy_trace(250, layers=())
+    for record in steps:
+        # Other tensors are the worst in each step, which costs most.
+        columns = TensorColumns(
+            names,
+            amax=np.exp(rng.normal(0.0, 1.0, len(names))),
+            scale=np.full(len(names), 100.0),
+            saturated_pct=rng.random(len(names)) * 3,
+            underflow_pct=rng.random(len(names)),
+            nonfinite=np.zeros(len(names), dtype=np.int64),
+            sqnr_db=np.full(len(names), np.nan),
+            calibrated=np.ones(len(names), dtype=np.bool_),
+        )
+        run.log_step(dataclasses.replace(record, tensors=columns))
+    assert run.finish({"state": "succeeded"}, timeout=60)
+    assert not run.disabled
+    files = [f for f in tmp_path.rglob("*") if f.is_file() and not f.is_symlink()]
+    size = sum(f.stat().st_size for f in files)
+    told = {f.name: f.stat().st_size for f in files}
+    assert 1000 < size / len(steps) < BYTES_A_STEP, told
 
 
 class TestTroubleOfWandb:
@@ -260,7 +381,7 @@ class TestTroubleOfWandb:
         run.log_step(healthy_trace(1)[0])
         assert run.finish(timeout=10)
         assert modes == ["online", "offline"]
-        assert len(fake.logged) == 1
+        assert sum(metrics.LOSS in values for values in fake.logged) == 1
 
     def test_a_call_never_blocks_and_a_full_queue_drops(self, faked, monkeypatch):
         monkeypatch.setattr("monitoring.wandb_run.QUEUE_LIMIT", 10)
