@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from launch.config import TrainingConfig
 from orchestrator.spec import JobSpec
-from parallel.config import ModelConfig
+from parallel.layer_costs import ffn_size
 
 _DEFAULT_MICRO_BATCH = 4
-_FFN_MULTIPLE = 32
 
 EXCHANGE_ERROR = {"e4m3": 0.04, "e5m2": 0.08}
 """``detection.exchange_error`` by format; see there."""
@@ -54,13 +53,6 @@ def replicas(spec: JobSpec) -> int | None:
     if spec.parallelism.data:
         return spec.parallelism.data
     return slots // model_ranks if slots % model_ranks == 0 else None
-
-
-def ffn_size(model: ModelConfig) -> int:
-    """Inner width of the MLP: as given, or 8/3 of the hidden size rounded up to 32."""
-    if model.ffn_size:
-        return model.ffn_size
-    return math.ceil(model.hidden_size * 8 / 3 / _FFN_MULTIPLE) * _FFN_MULTIPLE
 
 
 def batch_numbers(training: TrainingConfig, data: int, pipeline: int) -> Batch:

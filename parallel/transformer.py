@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.config import ModelConfig
+from parallel.layer_costs import ffn_size, head_cost, layer_cost
 from parallel.model_plan import LayerPlan
 from parallel.precision.backend import LayerScope
 from parallel.precision.layers import RMSNorm
@@ -37,11 +38,6 @@ from parallel.tensor import ShardKind, TensorGroup, slice_weight
 
 TIED = "embedding"
 """Key of the matrix that embedding and head share with ``tie_embeddings``."""
-
-
-def ffn_size(model: ModelConfig) -> int:
-    """Inner width of the MLP: as configured, else 8/3 of hidden_size rounded up to 32."""
-    return model.ffn_size or math.ceil(model.hidden_size * 8 / 3 / 32) * 32
 
 
 def layer_plans(
@@ -60,11 +56,7 @@ def layer_plans(
     same that ``scope`` was made with. Tied embeddings make the head two layers: the norm, and
     the product with the embedding's matrix.
     """
-    hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
-    qkv_width = hidden + 2 * kv_heads * (hidden // model.num_heads)
-    matrices = hidden * (qkv_width + hidden) + 3 * hidden * ffn_size(model)
-    attention = seq_len * hidden  # a causal query meets half the keys, twice: scores and values
-    cost = (matrices + attention) / (tensor.size if tensor else 1)
+    cost = layer_cost(model, seq_len=seq_len, shards=tensor.size if tensor else 1)
 
     def seeded(index: int, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
@@ -83,7 +75,7 @@ def layer_plans(
             return TransformerLayer(model, i, scope, tensor)
 
         plans.append(LayerPlan(f"layers.{i}", seeded(i + 1, layer), cost=cost))
-    of_head = float(hidden * model.vocab_size)
+    of_head = head_cost(model)
     if tied is None:
         head = seeded(model.num_layers + 1, lambda: Head(model))
         plans.append(LayerPlan("head", head, cost=of_head, transformer=False))
