@@ -10,7 +10,8 @@ traceback with which the process dies, are in it at once.
 
 Promises: a record is one write, so that threads never tear each other's; the file is a new one from
 ``MOST_BYTES`` on and ``KEPT_FILES`` old ones stay, named as ``launch.log_files`` reads them; a disk
-that is full, or a folder that can't be written, costs lines and never the training.
+that is full, or a folder that can't be written, costs lines and never the training; what Python
+writes has no value of an environment variable in it that is named as a secret.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from launch.log_files import KEPT_FILES, dropped, sealed_name
 from launch.log_lines import LogLine, written
+from monitoring.secrets import secrets_of, without
 
 MOST_BYTES = 16 * 1024 * 1024
 """Size from which a file is closed."""
@@ -51,6 +53,7 @@ class RankLog(logging.Handler):
         self._attempt, self._rank = attempt, rank
         self._most_bytes = most_bytes
         self._writing = threading.RLock()
+        self._secrets = secrets_of(os.environ)
         self._file = _opened(path)
         self._shared: list[int] = [self._file]
         """Descriptors that are this file."""
@@ -68,9 +71,8 @@ class RankLog(logging.Handler):
 
     def write(self, level: str, message: str, name: str = "", at: float | None = None) -> None:
         """One line; never raises."""
-        line = LogLine(
-            message, level, at or time.time(), self._attempt, self._rank, self._now(), name
-        )
+        told = without(message, self._secrets)
+        line = LogLine(told, level, at or time.time(), self._attempt, self._rank, self._now(), name)
         with self._writing:
             try:
                 os.write(self._file, written(line))

@@ -43,7 +43,7 @@ def workspace_json(board: Workspace) -> dict[str, Any]:
 
 def _sections() -> list[Section]:
     from wandb_workspaces import workspaces as ws
-    from wandb_workspaces.reports.v2 import WeavePanelSummaryTable
+    from wandb_workspaces.reports.v2 import Layout, MediaBrowser, WeavePanelSummaryTable
 
     comm = metrics.COMM
     tables = (metrics.INCIDENTS_TABLE, metrics.ACTIONS_TABLE, metrics.SKIP_LEDGER_TABLE)
@@ -69,6 +69,16 @@ def _sections() -> list[Section]:
                 _lines("Most flushed to zero, %", [metrics.WORST_UNDERFLOW], 16, 0, 8),
                 _family("Headroom of the worst tensors, octaves", "headroom_octaves", 0, 12),
                 _family("Amax of the worst tensors", "amax", 12, 12, log_y=True),
+                MediaBrowser(
+                    title="Headroom by layer and step; BF16",
+                    media_keys=[metrics.HEAT_MAP],
+                    num_columns=1,
+                    layout=Layout(x=0, y=12, w=COLUMNS, h=12),
+                ),
+                *(
+                    _lines(f"All tensors: {name.rpartition('/')[2]}", [name], 8 * i, 24, 8)
+                    for i, name in enumerate(metrics.HISTOGRAMS)
+                ),
             ],
         ),
         ws.Section(

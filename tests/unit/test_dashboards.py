@@ -37,7 +37,7 @@ def logged() -> set[str]:
     names = metrics.step_metrics(replace(record, comm=comm), 8, "HYBRID")
     totals = Tally(recover_times_s=[1.0])
     totals.add_step(record)
-    return {*names, *metrics.tally_metrics(totals)}
+    return {*names, *metrics.tally_metrics(totals), *metrics.histograms(record, "HYBRID")}
 
 
 def test_every_line_is_of_a_metric_that_runs_log_over_the_step() -> None:
@@ -61,6 +61,7 @@ def test_it_shows_the_jobs_run_alone_and_its_tables() -> None:
     text = json.dumps(told)
     assert (told["entity"], told["project"]) == ("team", "octavo")
     assert '"toy-1"' in text
+    assert any(panel["config"].get("mediaKeys") == [metrics.HEAT_MAP] for panel in panels(told))
     for table in (metrics.INCIDENTS_TABLE, metrics.ACTIONS_TABLE, metrics.SKIP_LEDGER_TABLE):
         assert table in text
 

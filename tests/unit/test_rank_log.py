@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -205,6 +206,20 @@ def test_any_message_is_one_line_of_a_file_and_read_as_it_was(
     (found,) = read_line(data.decode().rstrip("\n"), LogLine(""))
     spoilt = message.encode("utf-8", "backslashreplace").decode()
     assert found == LogLine(spoilt, level, time, 1, 2, None, "a.b")
+
+
+def test_no_secret_of_the_environment_is_in_what_python_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "planted-in-the-environment")
+    with rank_log(tmp_path / "rank-3.log", 2, 3):
+        print("key", os.environ["MY_API_KEY"])
+        try:
+            raise ValueError(f"401 for {os.environ['MY_API_KEY']}")
+        except ValueError:
+            logging.getLogger("x").exception("refused")
+    told = (tmp_path / "rank-3.log").read_text()
+    assert "planted" not in told and "401 for (secret, left out)" in told
 
 
 def test_an_endless_message_is_cut_and_says_by_how_much() -> None:
