@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from monitoring.detectors.baseline import median
+from monitoring.environment import environment_of
 from monitoring.exchange import mean_numbers
 from monitoring.goodput import goodput
 from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
@@ -143,6 +144,7 @@ def summarize(view: JobView) -> dict[str, Any]:
             name: _json(number) for name, number in mean_numbers([r.comm for r in kept]).items()
         },
         **_checkpoints(view),
+        "environment": dict(environment_of(view)),
     }
 
 
