@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from launch.drills.config import Drill
 from parallel.config import (
+    MOST,
     ExchangeDtype,
     FP8Config,
     GradientExchangeConfig,
@@ -45,13 +46,13 @@ class TrainingConfig(_Section):
     """Steps, batch and optimizer."""
 
     steps: int = Field(1000, ge=1)
-    seq_len: int = Field(128, ge=8)
+    seq_len: int = Field(128, ge=8, le=2 * MOST)
     """Tokens a sequence."""
-    train_batch_size: int | None = Field(None, ge=1)
+    train_batch_size: int | None = Field(None, ge=1, le=MOST)
     """Sequences a step over all replicas."""
-    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1, le=MOST)
     """Sequences a micro-batch on one replica."""
-    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    gradient_accumulation_steps: int | None = Field(None, ge=1, le=MOST)
     """Micro-batches a step; any one of the three follows from the others."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
@@ -99,10 +100,10 @@ class CheckpointConfig(_Section):
 class RunConfig(_Section):
     """All that a rank needs to know of a job; ``orchestrator.spec.JobSpec`` adds the rest."""
 
-    num_nodes: int = Field(1, ge=1)
-    slots_per_node: int | None = Field(None, ge=1)
+    num_nodes: int = Field(1, ge=1, le=20_000)
+    slots_per_node: int | None = Field(None, ge=1, le=1024)
     """Ranks a node on CPU."""
-    gpus_per_node: int | None = Field(None, ge=1)
+    gpus_per_node: int | None = Field(None, ge=1, le=1024)
     """Ranks a node on GPU, one a device; give this or ``slots_per_node``."""
     parallelism: ParallelismConfig = ParallelismConfig()
     model: ModelConfig = ModelConfig()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,8 +68,15 @@ def source_files(config: DataConfig) -> list[Path]:
 
 def check_source(config: DataConfig, seq_len: int) -> list[str]:
     """What stands against training on this data, one sentence each; reads no contents."""
-    if config.source != STDLIB and not Path(config.source).exists():
-        return [f"{config.source} does not exist"]
+    wrong = _wrong_pattern(config.pattern)
+    if wrong:
+        return [f"the pattern {config.pattern!r} {wrong}"]
+    try:
+        if config.source != STDLIB and not Path(config.source).exists():
+            return [f"{config.source} does not exist"]
+    except (OSError, ValueError) as error:
+        # A name that is too long, or has a null character, is none.
+        return [f"{config.source} can't be looked for: {getattr(error, 'strerror', None) or error}"]
     files = source_files(config)
     if not files:
         return [f"no file in {config.source} matches {config.pattern!r}"]
@@ -86,6 +93,19 @@ def check_source(config: DataConfig, seq_len: int) -> list[str]:
             f"{config.source} has {size} tokens, fewer than one sequence of {seq_len} + 1"
         )
     return problems
+
+
+def _wrong_pattern(pattern: str) -> str:
+    """What is wrong with a pattern of file names; empty for nothing."""
+    parts = PurePath(pattern).parts
+    if not parts or PurePath(pattern).is_absolute():
+        return "is no pattern of names within a folder, as **/*.txt"
+    if parts.count("**") > 2:
+        # Each one goes through all folders again, in each of those of the one before.
+        return "has ** more than twice"
+    if any("**" in part for part in parts if part != "**"):
+        return "has ** beside something else: it stands for whole folders"
+    return ""
 
 
 class TokenStream:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_origin
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.dependencies.models import Dependant
@@ -97,12 +97,18 @@ def _add_service(app: FastAPI, controller: Controller) -> None:
 
 
 def _known_parameters(request: Request) -> None:
-    """Refuse what nobody reads: who misspells a parameter would take the answer for another's."""
-    known = {field.alias for field in _query_fields(request.scope["route"].dependant)}
-    for name in request.query_params:
+    """Refuse what nobody reads: who misspells a parameter would take the answer for another's, and
+    of one that comes twice, where it is no list, only the last would count."""
+    known = {field.alias: field for field in _query_fields(request.scope["route"].dependant)}
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in dict.fromkeys(given):
         if name not in known:
             listed = f"it has {', '.join(sorted(known))}" if known else "it has none"
             refusal = f"no parameter is called {name!r} here; {listed}"
+            raise RefusalError(Kind.REQUEST_INVALID, refusal)
+        a_list = get_origin(known[name].field_info.annotation) is list
+        if given.count(name) > 1 and not a_list:
+            refusal = f"{name}: is given {given.count(name)} times; once is meant"
             raise RefusalError(Kind.REQUEST_INVALID, refusal)
 
 

@@ -16,6 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from orchestrator.access import Caller
 from orchestrator.api_access import Denied, Gate
+from orchestrator.api_body import wrong_with
 from orchestrator.api_problems import MEDIA_TYPE, STORE_RETRY_S, Kind, problem_body
 from orchestrator.store_errors import StoreUnavailableError
 
@@ -69,6 +70,9 @@ class Guard:
             shown = form.decode("latin-1")[:100] or "of no Content-Type"
             told = f"the body is {shown}: send it as application/json"
             await _refuse(send, Kind.WRONG_MEDIA_TYPE, told, {"Accept": "application/json"})
+            return
+        if wrong := await run_in_threadpool(wrong_with, body):
+            await _refuse(send, Kind.BODY_UNFIT, wrong)
             return
         held = _Held(body, receive, lambda: not token or self._known(token))
         await self._app(scope, held.receive, send)

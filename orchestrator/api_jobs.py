@@ -33,7 +33,7 @@ from orchestrator.notices import backend_detail
 from orchestrator.spec import spec_data
 from orchestrator.spec_backend import backend_of
 from orchestrator.store import Store
-from orchestrator.store_rows import JobRow, UnknownJobError, settled
+from orchestrator.store_rows import JobRow, settled
 
 _PLACES = r"^[0-9]{1,15}\.[0-9]{1,15}\.[0-9]{1,15}$"
 """How far a reader of records is: ids of an incident, an action and a context."""
@@ -158,7 +158,7 @@ def _add_commands(app: FastAPI, controller: Controller, found: Found) -> None:
 
 
 def _add_lists(app: FastAPI, store: Store, found: Found) -> None:
-    @app.get("/v1/jobs", **told("jobs", JobPage))
+    @app.get("/v1/jobs", **told("jobs", JobPage, 404))
     def jobs(
         _: Reader,
         after: Annotated[
@@ -175,12 +175,8 @@ def _add_lists(app: FastAPI, store: Store, found: Found) -> None:
     ) -> dict[str, Any]:
         """Jobs, oldest first."""
         states = [state_named(word) for word in state]
-        try:
-            rows = store.pages.jobs(
-                after, limit + 1, states, None if by is None else on_one_line(by)
-            )
-        except UnknownJobError:
-            raise HTTPException(422, f"after: there is no job {after!r} to go on after") from None
+        whose = None if by is None else on_one_line(by)
+        rows = store.pages.jobs(after, limit + 1, states, whose)
         shown = rows[:limit]
         return {
             "jobs": [job_json(row) for row in shown],

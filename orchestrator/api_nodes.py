@@ -73,7 +73,9 @@ def add_nodes(app: FastAPI, controller: Controller) -> None:
     def quarantine(node: NodeWord, body: QuarantineRequest, caller: Admin) -> dict[str, Any]:
         """Leave a node out; jobs that are on it go on there until they start anew."""
         by = caller.speaks_as(body.by) or "someone"
-        return roll.quarantine(node, body.reason, by, body.seconds, time.time()).to_json()
+        # Of control characters alone nothing is left to show.
+        reason = body.reason or "no reason given"
+        return roll.quarantine(node, reason, by, body.seconds, time.time()).to_json()
 
     @app.post("/v1/nodes/{node}/release", **told("nodes", Node, 404, body=True))
     def release(

@@ -66,6 +66,7 @@ class Kind(Enum):
     WRONG_MEDIA_TYPE = (415, "The body is not JSON")
     SPEC_INVALID = (422, "The job can't be run as it is written")
     REQUEST_INVALID = (422, "The request can't be understood")
+    BODY_UNFIT = (422, "The body is JSON that can't be kept")
     TOO_MANY_REQUESTS = (429, "Too many requests")
     FAILED = (500, "The controller failed on this request")
     STORE_UNAVAILABLE = (503, "The store can't be used for now")
@@ -223,10 +224,12 @@ def add_errors(app: FastAPI) -> None:
         detail = str(error.detail)
         told = detail[:1].lower() + detail[1:]
         kind, headers = _kind_of(error.status_code), dict(error.headers or {})
+        # FastAPI's 400 is a body that can't be read: one that isn't understood, as others.
+        status = kind.status if kind is Kind.REQUEST_INVALID else error.status_code
         if kind is Kind.METHOD_NOT_ALLOWED:
             # Starlette names those of the first route on this path alone.
             headers["Allow"] = ", ".join(_methods(app, request))
-        return problem_response(kind, told, headers=headers, status=error.status_code)
+        return problem_response(kind, told, headers=headers, status=status)
 
     @app.exception_handler(StoreUnavailableError)
     def without_store(_: Request, error: StoreUnavailableError) -> Response:
@@ -309,6 +312,7 @@ _EXAMPLES: dict[Kind, tuple[Any, ...]] = {
             },
         ),
     ),
+    Kind.BODY_UNFIT: ("the body is nested deeper than 64 levels",),
     Kind.TOO_MANY_REQUESTS: ("the token 'ci' asks more than 100 times a second: again in 1 s",),
     Kind.FAILED: ("the controller failed on this request (RuntimeError)",),
     Kind.STORE_UNAVAILABLE: (

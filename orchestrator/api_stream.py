@@ -46,10 +46,14 @@ LOG_LOOK_S = 0.5
 """Seconds after which a listener looks at a log, which ranks write without telling anybody."""
 PAGE = 500
 
-_PLACE = re.compile(r"(\d{1,18})\.(\d{1,18})")
+_PLACE = re.compile(r"^([0-9]{1,18})\.([0-9]{1,18})$")
 
 Place = Annotated[str | None, Query(pattern=_PLACE.pattern, max_length=40)]
-LastId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=40)]
+LastId = Annotated[
+    str,
+    # Only told: what is wrong with one is said below, in other words. Empty is as good as none.
+    Header(alias="Last-Event-ID", json_schema_extra={"pattern": f"{_PLACE.pattern}|^$"}),
+]
 
 
 def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) -> None:
@@ -127,7 +131,7 @@ def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) 
                 await asyncio.sleep(LOG_LOOK_S)
 
 
-def _place(after: Place = None, last: LastId = None) -> tuple[int, int]:
+def _place(after: Place = None, last: LastId = "") -> tuple[int, int]:
     """Where to go on; a browser that connects again sends the header beside the old query."""
     asked = last or after
     if asked is None:

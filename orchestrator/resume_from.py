@@ -61,8 +61,12 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
 
 def checkpoints_in(path: Path) -> list[Checkpoint]:
     """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked."""
-    folders = [path, *sorted(path.glob("step-*"), reverse=True)]
-    folders += sorted((path / "checkpoints").glob("step-*"), reverse=True)
+    try:
+        folders = [path, *sorted(path.glob("step-*"), reverse=True)]
+        folders += sorted((path / "checkpoints").glob("step-*"), reverse=True)
+    except OSError:
+        # It can't be looked into, as one whose name is too long.
+        return []
     found = []
     for folder in folders:
         try:
@@ -150,7 +154,12 @@ def _meta(checkpoint: Checkpoint, rank: int) -> Mapping[str, Any]:
 
 def _what_is_there(path: Path) -> tuple[str, str]:
     """Message and remedy for a place without a usable checkpoint of Octavo."""
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError:
+        # A name that is too long is none.
+        there = False
+    if not there:
         return "does not exist", "name a job's folder, or one of its checkpoints"
     try:
         names = [path.name] if path.is_file() else sorted(p.name for p in path.iterdir())

@@ -30,6 +30,9 @@ from parallel.fp8_fields_elsewhere import (
     RECIPES_NOT_OFFERED,
 )
 
+MOST = 2**22
+"""What a width, a batch or a degree can be, beyond all there is: counting up to it has an end."""
+
 Precision = Literal["fp8", "bf16"]
 """What a linear layer computes in."""
 
@@ -41,12 +44,12 @@ class _Section(BaseModel):
 class ParallelismConfig(_Section):
     """Degrees; their product is the number of ranks."""
 
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1, le=MOST)
     """Ranks that share one layer's matrices: neighbours, on one node. Embedding and head are
     held whole by each of them."""
-    pipeline: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1, le=MOST)
     """Stages the layers are cut into."""
-    data: int | None = Field(None, ge=1)
+    data: int | None = Field(None, ge=1, le=MOST)
     """Replicas; unset: as many as the slots allow."""
     zero_stage: int = Field(1, ge=0, le=3)
     """DeepSpeed ZeRO stage."""
@@ -55,14 +58,14 @@ class ParallelismConfig(_Section):
 class ModelConfig(_Section):
     """Shape of the decoder-only transformer (RMSNorm, rotary, SwiGLU, grouped-query attention)."""
 
-    vocab_size: int = Field(256, ge=2)
+    vocab_size: int = Field(256, ge=2, le=MOST)
     """Tokens; 256 for bytes."""
-    hidden_size: int = Field(128, ge=16)
-    num_layers: int = Field(4, ge=1)
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int | None = Field(None, ge=1)
+    hidden_size: int = Field(128, ge=16, le=MOST)
+    num_layers: int = Field(4, ge=1, le=100_000)
+    num_heads: int = Field(4, ge=1, le=MOST)
+    num_kv_heads: int | None = Field(None, ge=1, le=MOST)
     """Key and value heads; unset: ``num_heads``."""
-    ffn_size: int | None = Field(None, ge=16)
+    ffn_size: int | None = Field(None, ge=16, le=MOST)
     """Inner width of the SwiGLU MLP; unset: 8/3 of hidden_size, rounded up to 32."""
     factory: str | None = None
     """``package.module:function`` that makes a model of your own (parallel.model_factory); of

@@ -297,6 +297,10 @@ def test_a_rank_that_the_job_does_not_have_and_a_parameter_nobody_reads_are_refu
     assert unread.status_code == 422
     assert "no parameter is called 'lines' here; it has attempt, offset" in unread.json()["error"]
     assert api.get("/v1/jobs", params={"states": "failed"}).status_code == 422
+    twice = api.get("/v1/nodes", params={"limit": ["1", "2"]})
+    assert twice.status_code == 422 and twice.json()["detail"] == (
+        "limit: is given 2 times; once is meant"
+    )
     assert api.get("/healthz").status_code == 200
 
 
@@ -345,7 +349,7 @@ def test_jobs_come_in_pages_that_stay_right_while_others_are_submitted(
     assert [job["id"] for job in mine] == [made[1], made[3]]
     ended = api.get("/v1/jobs", params={"state": ["cancelled", "failed"]}).json()["jobs"]
     assert [job["id"] for job in ended] == made[:1]
-    assert api.get("/v1/jobs", params={"after": "nobody"}).status_code == 422
+    assert api.get("/v1/jobs", params={"after": "nobody"}).status_code == 404
     assert api.get("/v1/jobs", params={"limit": 5001}).status_code == 422
 
 
