@@ -199,15 +199,45 @@ def rank_log(path: Path, attempt: int, rank: int) -> Iterator[RankLog | None]:
         return
     root = logging.getLogger()
     level = root.level
+    apart = _printing_loggers()
     with log.taking_output():
         root.addHandler(log)
         root.setLevel(logging.INFO)
+        for own, printing in apart:
+            own.addHandler(log)
+            for handler in printing:
+                own.removeHandler(handler)
         try:
             yield log
         finally:
+            for own, printing in apart:
+                own.removeHandler(log)
+                for handler in printing:
+                    own.addHandler(handler)
             root.removeHandler(log)
             root.setLevel(level)
     log.close()
+
+
+def _printing_loggers() -> list[tuple[logging.Logger, list[logging.Handler]]]:
+    """Loggers that keep their records from the root's handlers and print them, as DeepSpeed's does,
+    with the handlers that print."""
+    found = []
+    for own in list(logging.root.manager.loggerDict.values()):
+        if isinstance(own, logging.Logger) and not own.propagate:
+            printing = [h for h in own.handlers if _prints(h)]
+            if printing:
+                found.append((own, printing))
+    return found
+
+
+def _prints(handler: logging.Handler) -> bool:
+    if not isinstance(handler, logging.StreamHandler) or isinstance(handler, logging.FileHandler):
+        return False
+    try:
+        return handler.stream.fileno() in (1, 2)
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 _FORMATTER = logging.Formatter()

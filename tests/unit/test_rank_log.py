@@ -47,6 +47,10 @@ import ctypes, faulthandler, logging, os, sys, threading
 from pathlib import Path
 from launch.rank_log import rank_log
 faulthandler.enable()  # as Ray does in its workers
+apart = logging.getLogger("Apart")  # as DeepSpeed's is
+apart.propagate = False
+apart.setLevel("INFO")
+apart.addHandler(logging.StreamHandler(sys.stdout))
 with rank_log(Path(sys.argv[1]), 2, 3) as log:
     log.step = lambda: 7
     logging.getLogger("a.module").info("recorded %d", 1)
@@ -54,6 +58,7 @@ with rank_log(Path(sys.argv[1]), 2, 3) as log:
     print("half a line, flushed", end="", flush=True)
     os.write(2, b"from C, without an end")
     logging.warning("behind it")
+    apart.info("of a library")
     if sys.argv[2] == "abort":
         os.abort()
     if sys.argv[2] == "thread":
@@ -69,7 +74,7 @@ with rank_log(Path(sys.argv[1]), 2, 3) as log:
             raise ValueError("wrong")
         except ValueError:
             logging.exception("it failed")
-print("not ours")
+apart.info("not ours")
 """
 
 
@@ -85,15 +90,16 @@ def test_what_a_rank_logs_and_prints_are_objects_with_attempt_step_and_rank(
     assert (done.returncode, done.stdout, done.stderr) == (0, "not ours\n", "")
     lines = files(tmp_path).read().lines
     told = [(line.level, line.logger, line.message) for line in lines]
-    assert told[:6] == [
+    assert told[:7] == [
         ("INFO", "a.module", "recorded 1"),
         ("STDOUT", "", "printed"),
         ("STDOUT", "", "in two lines"),
         ("STDOUT", "", "half a line, flushed"),
         ("OUTPUT", "", "from C, without an end"),
         ("WARNING", "root", "behind it"),
+        ("INFO", "Apart", "of a library"),
     ]
-    assert told[6][2].startswith("it failed\nTraceback") and "ValueError: wrong" in told[6][2]
+    assert told[7][2].startswith("it failed\nTraceback") and "ValueError: wrong" in told[7][2]
     assert {(line.attempt, line.rank, line.step) for line in lines} == {(2, 3, 7)}
     assert lines[4].time == lines[3].time, "as the line before it"
     raw = (tmp_path / "rank-3.log").read_text().splitlines()
