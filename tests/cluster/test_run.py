@@ -83,6 +83,16 @@ def test_two_runs_at_once_do_not_meet_and_each_has_its_summary(
         assert {"summary.json", "report.html", "spec.yaml", "wandb", "logs"} <= {
             p.name for p in folder.iterdir()
         }
+        told = summary["goodput"]
+        parts = [told[f"{use}_s"] for use in ("productive", "lost", "recovering", "waiting")]
+        assert told["productive_s"] > 0 and sum(parts) == pytest.approx(told["wall_s"])
+        assert told["waiting"]["starting_s"] > 0, "from the submission on"
+        assert summary["environment"]["torch"]
+        for rank in range(2):
+            log = (folder / "logs" / "attempt-1" / f"rank-{rank}.log").read_text()
+            lines = [json.loads(line) for line in log.splitlines()]
+            assert {(line["attempt"], line["rank"]) for line in lines} == {(1, rank)}
+            assert "ready for step 0" in log
     assert list(temporary.iterdir()) == []
 
 
