@@ -36,7 +36,7 @@ refused (422); every list comes in pages of a bounded size, with a cursor that s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any, get_origin
 
@@ -61,8 +61,11 @@ from orchestrator.controller import Controller
 from orchestrator.rate_limit import RateLimit
 
 
-def create_app(controller: Controller, token: str, rate: RateLimit | None = None) -> FastAPI:
-    """The API of ``controller``; ``token``: of its home, an admin's; ``rate``: of each token."""
+def create_app(
+    controller: Controller, token: str | Callable[[], str], rate: RateLimit | None = None
+) -> FastAPI:
+    """The API of ``controller``; ``token``: of its home, an admin's, or what gives it as it is
+    now; ``rate``: of each token."""
     app = FastAPI(
         title="Octavo",
         version=version("octavo"),

@@ -7,14 +7,18 @@ and costs nobody else.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from orchestrator.access import HOME, Caller, Role, same_hash, token_hash
 from orchestrator.api_problems import Kind
+from orchestrator.home import Home
 from orchestrator.rate_limit import RateLimit, RateLimiter
 from orchestrator.store_tokens import TokenRecords
+
+logger = logging.getLogger(__name__)
 
 STRANGERS = RateLimit(per_second=10, burst=50)
 """How often an address may come without a token that is known."""
@@ -29,6 +33,29 @@ class Denied:
     retry_s: float = 0.0
 
 
+class TokenFile:
+    """The token of a home, read again when its file has changed: so it is rotated.
+
+    A file that is away, or that others can read, changes nothing; it is told in the log.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._seen: tuple[int, ...] = ()
+        self._token = ""
+
+    def __call__(self) -> str:
+        try:
+            now = (self._home.path / "token").stat()
+            seen = (now.st_ino, now.st_mtime_ns, now.st_mode)
+            if seen != self._seen:
+                self._seen = seen
+                self._token = self._home.token() or self._token
+        except OSError as error:
+            logger.error("the home's token can't be read, the one before counts: %s", error)
+        return self._token
+
+
 class Gate:
     """The home's token, those of the store, and a bucket for each.
 
@@ -37,12 +64,12 @@ class Gate:
 
     def __init__(
         self,
-        home_token: str,
+        home_token: str | Callable[[], str],
         records: TokenRecords,
         limit: RateLimit | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._home = token_hash(home_token)
+        self._home = home_token if callable(home_token) else lambda: home_token
         self._records = records
         self._callers = RateLimiter(limit or RateLimit())
         self._strangers = RateLimiter(STRANGERS)
@@ -67,7 +94,8 @@ class Gate:
 
     def whose(self, token: str) -> Caller | str:
         """Who holds a token, or why it isn't accepted; "" where nobody knows it."""
-        if same_hash(token_hash(token), self._home):
+        home = self._home()
+        if home and same_hash(token_hash(token), token_hash(home)):
             return Caller(HOME, Role.ADMIN, HOME)
         return self._records.caller(token, self._clock())
 

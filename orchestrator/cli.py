@@ -21,6 +21,7 @@ import typer
 from orchestrator import (
     cli_control,
     cli_dashboard,
+    cli_doctor,
     cli_installed,
     cli_look,
     cli_nodes,
@@ -291,6 +292,7 @@ cli_nodes.register(app)
 cli_tokens.register(app)
 cli_plan.register(app)
 cli_dashboard.register(app)
+cli_doctor.register(app)
 cli_installed.register(app)
 complete(app)
 
@@ -376,6 +378,8 @@ def _error_of(error: Exception) -> CommandError | None:
         case client.NotAuthorizedError():
             remedy = f"it is in the home's `token`; elsewhere set ${TOKEN_VARIABLE}"
             return CommandError(str(error), remedy)
+        case client.NotYoursError():
+            return CommandError(str(error), "`octavo list --mine` shows yours; an admin may")
         case client.NotAllowedError():
             remedy = "ask an admin for another: `octavo token create NAME --role submit`"
             return CommandError(str(error), remedy)

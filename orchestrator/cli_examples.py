@@ -56,6 +56,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "nodes": ("octavo nodes", "octavo nodes quarantine 10.0.0.7 --reason 'its fan fails' --for 2h"),
     "nodes quarantine": ("octavo nodes quarantine 10.0.0.7 --reason 'its fan fails' --for 2h",),
     "nodes release": ("octavo nodes release 10.0.0.7",),
+    "doctor": (
+        "octavo doctor",
+        "octavo doctor --group h100 --address 10.0.0.1:6379",
+        "octavo doctor --group all -o json",
+    ),
     "deploy": ("octavo deploy render cluster.yaml", "octavo deploy apply cluster.yaml"),
     "deploy render": (
         "octavo deploy render cluster.yaml",
@@ -76,7 +81,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "octavo token create alice --role submit --expires 90d",
     ),
     "token list": ("octavo token list", "octavo token list --all -o json"),
-    "token rotate": ("octavo token rotate ci --overlap 1h --expires 90d",),
+    "token rotate": (
+        "octavo token rotate ci --overlap 1h --expires 90d",
+        "octavo token rotate home",
+    ),
     "token revoke": ("octavo token revoke ci", "octavo token revoke 5f0c2a91"),
     "token whoami": ("octavo token whoami",),
 }

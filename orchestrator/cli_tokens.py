@@ -3,6 +3,7 @@
     octavo token create NAME --role submit --expires 90d    prints the token, this once
     octavo token list [--all]                               without their secrets
     octavo token rotate NAME --overlap 1h                   another secret; the one before ends
+    octavo token rotate home                                that of the home, on its machine
     octavo token revoke NAME                                ends it at once
     octavo token whoami                                     whose token this command uses
 
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli_options import HomeOption, OutputOption, client_of, seconds_of
+from orchestrator.access import HOME
+from orchestrator.cli_options import HomeOption, OutputOption, client_of, home_of, seconds_of
 from orchestrator.cli_show import (
     NOT_FOUND,
     CommandError,
@@ -33,6 +35,7 @@ from orchestrator.cli_tables import print_table
 
 if TYPE_CHECKING:
     from orchestrator.client import Client
+    from orchestrator.home import Home
 
 LISTED = "`octavo token list` shows those there are"
 
@@ -112,6 +115,9 @@ def rotate(
     """Make another token of the same name and role; the one before ends."""
     seconds = seconds_of(expires, "--expires") if expires else None
     longer = seconds_of(overlap, "--overlap") if overlap else 0.0
+    if name == HOME:
+        _renew(home_of(home), output)
+        return
     client = client_of(home)
     _show_new(_asked(client, lambda: client.rotate_token(name, seconds, longer)), output)
 
@@ -171,6 +177,20 @@ def _show_new(made: Mapping[str, Any], output: Output) -> None:
     until = _until(made["expires_at"])
     told = f"{made['name']}, role {made['role']}{until}; this is shown once: keep it"
     print(told, file=sys.stderr)
+
+
+def _renew(home: Home, output: Output) -> None:
+    """Another token of the home: its file, which commands on this machine read."""
+    try:
+        home.renew_token()
+    except FileNotFoundError:
+        remedy = "do it where the controller runs, and name its folder with --home"
+        raise CommandError(f"{home.path} has no token", remedy, NOT_FOUND) from None
+    file = str(home.path / "token")
+    if output is Output.json:
+        print_json({"name": HOME, "role": "admin", "file": file})
+    else:
+        print(f"the token of the home was made anew: {file}; the one before ends now")
 
 
 def _until(expires_at: float | None) -> str:

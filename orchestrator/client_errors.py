@@ -63,7 +63,11 @@ class NotAuthorizedError(ClientError):
 
 
 class NotAllowedError(ClientError):
-    """The token is known, and its role doesn't allow this, or the job is another user's."""
+    """The token is known, and its role doesn't allow this."""
+
+
+class NotYoursError(NotAllowedError):
+    """The job is another user's."""
 
 
 class NotFoundError(ClientError):
@@ -99,7 +103,9 @@ def error_of(answer: httpx.Response, url: str) -> Exception:
         return SpecError([Problem.from_json(_with_remedy(p)) for p in problems])
     kinds: dict[int, type[ClientError]] = {
         401: NotAuthorizedError,
-        403: NotAllowedError if kind in ("role-too-low", "not-your-job") else NotAuthorizedError,
+        403: {"role-too-low": NotAllowedError, "not-your-job": NotYoursError}.get(
+            kind, NotAuthorizedError
+        ),
         404: NotFoundError,
         409: RefusedError,
         413: UsageError,

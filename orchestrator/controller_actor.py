@@ -46,6 +46,7 @@ class ControllerActor:
         import uvicorn
 
         from orchestrator.api import create_app
+        from orchestrator.api_access import TokenFile
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._home = Home(Path(home))
@@ -66,7 +67,7 @@ class ControllerActor:
         shown = f"[{host}]" if ":" in host else host
         scheme = "http" if config.tls_cert is None else "https"
         self._server = Server(f"{scheme}://{shown}:{port}", port, os.getpid())
-        app = create_app(self._controller, token, config.rate)
+        app = create_app(self._controller, TokenFile(self._home), config.rate)
         settings = uvicorn.Config(
             app,
             log_config=None,

@@ -123,6 +123,18 @@ class Home:
                     out.write(secrets.token_urlsafe(32))
         return _secret(file)
 
+    def renew_token(self) -> str:
+        """Another token in place of the one there is, which a running controller takes from then
+        on; raises FileNotFoundError where there is none."""
+        file = self.path / "token"
+        file.stat()
+        beside = file.with_name(f".token.{secrets.token_hex(4)}")
+        token = secrets.token_urlsafe(32)
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(token)
+        beside.replace(file)
+        return token
+
     def redis_password(self) -> str:
         """Of the Redis: what the file or else the environment has, empty where neither has one.
 

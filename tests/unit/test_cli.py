@@ -102,6 +102,49 @@ def test_a_log_that_is_not_there_is_not_found_and_one_that_is_is_printed(
     assert call(["logs", job, "--rank", "2"]) == 102
 
 
+def log_lines(folder: Path, attempt: int, rank: int, times: list[float]) -> None:
+    """A rank's log with a line at each time."""
+    file = folder / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shared = {"level": "INFO", "attempt": attempt, "rank": rank, "step": 1, "logger": "x"}
+    lines = [json.dumps({"time": t, **shared, "message": f"{attempt} at {t:.0f}"}) for t in times]
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_a_log_is_shown_from_a_time_on_through_the_attempts_that_followed(
+    home: Home, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, now = plane.submit(), time.time()
+    plane.steps(2)
+    folder = Path(plane.store.job(job).job_dir)
+    log_lines(folder, 1, 3, [now - 3600, now - 500, now - 400])
+    for attempt in (1, 2):
+        plane.controller.next_attempt(job, attempt, f"reason {attempt}")
+    log_lines(folder, 2, 3, [now - 300])
+    log_lines(folder, 3, 3, [now - 200, now - 100])
+
+    def shown(*words: str) -> list[str]:
+        assert call(["logs", job, "--rank", "3", "-o", "json", *words]) in (0, 100)
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return [line["message"] for line in lines]
+
+    whole = [
+        f"{attempt} at {now - age:.0f}"
+        for attempt, age in ((1, 500), (1, 400), (2, 300), (3, 200), (3, 100))
+    ]
+    assert shown("--since", "10m") == whole
+    assert shown() == whole[3:], "the newest attempt's"
+    assert shown("--attempt", "1", "--since", "10m") == whole[:2]
+    assert shown("--tail", "3") == whole[2:]
+    ended = SupervisorBatch(1, transition=(JobState.FAILED, Cause.ERROR))
+    plane.controller.report(job, 3, ended)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    assert shown("-f", "--since", "10m") == whole
+    assert call(["logs", job, "--since", "soon"]) == 2
+    assert "times are as 90s, 30m, 2h, 1d" in capsys.readouterr().err
+
+
 def test_a_report_is_written_of_what_the_api_tells(
     home: Home, plane: ControlPlane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +166,7 @@ def test_a_dry_run_needs_no_controller_and_prints_a_spec_that_reads_back(
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["training"]["train_batch_size"] == 16
     assert call(["submit", "--dry-run", "-o", "json", job_file(tmp_path)]) == 0
-    assert json.loads(capsys.readouterr().out)["parallelism"]["data"] == 4
+    assert json.loads(capsys.readouterr().out)["spec"]["parallelism"]["data"] == 4
 
 
 @pytest.mark.parametrize("command", [["submit"], ["submit", "--dry-run"], ["run"]])

@@ -68,6 +68,13 @@ def test_what_asks_a_controller_takes_the_file_of_its_authority() -> None:
         assert ("--home" in options(command)) == ("--ca" in options(command)), name
 
 
+def test_no_token_is_ever_a_word_of_a_command() -> None:
+    """Every user of the machine could read it in its list of processes."""
+    for name, command in COMMANDS.items():
+        shown = {p.name for p in command.params}
+        assert not any(word in str(o) for o in shown for word in ("token", "secret")), name
+
+
 def completed(words: str, home: Home | None = None) -> list[str]:
     """What bash would offer after ``words``."""
     given = words.split(" ")
