@@ -14,6 +14,8 @@ from html import escape
 
 Point = tuple[float, float]
 
+LABEL_CHARACTER = 6.8
+"""Width of a character of an axis' label, rather more than less."""
 MOST_POINTS = 1500
 """Points a line is drawn from; more are thinned to the extremes of equal stretches."""
 
@@ -124,10 +126,17 @@ class Frame:
         parts.append(self.x_axis(x_title))
         return "".join(parts)
 
+    def below(self, mark: float, label: str, drop: float) -> str:
+        """A label below the axis at ``mark``, which stays in the picture at its right end."""
+        x, half = self.x(mark), LABEL_CHARACTER / 2 * len(label)
+        if x + half > self.width:
+            return text(self.width, self.floor + drop, label, "axis end")
+        return text(x, self.floor + drop, label, "axis mid")
+
     def x_axis(self, title: str = "step") -> str:
         parts = []
         for mark in ticks(*self.x_range, int(max(3, self.width // 110))):
-            parts.append(text(self.x(mark), self.floor + 18, short(mark), "axis mid"))
+            parts.append(self.below(mark, short(mark), 18.0))
         parts.append(
             f'<path class="rule" d="M{self.left} {number(self.floor)}H{self.width - self.right}"/>'
         )

@@ -61,7 +61,7 @@ def time_table(told: Goodput) -> str:
     for word, uses in USES.items():
         rows.append(_row(told, word, uses, swatch=True))
         if word == "waiting":
-            rows += [_row(told, use, (use,)) for use in WAITING if told.seconds(use) > 0]
+            rows += [_row(told, use, (use,)) for use in WAITING if told.seconds(use) >= 0.05]
     rows.append(
         f"<tr><th>wall time</th><td></td><td>{duration(told.wall_s)}</td><td>100 %</td></tr>"
     )
@@ -90,7 +90,7 @@ def clock_chart(view: JobView, told: Goodput, episodes: Sequence[Episode], width
         marks.append((x, str(episode.number), "good" if good else "", tip))
     parts.append(badges(marks, 18.0))
     for mark in time_ticks(end - begin, int(max(3, width // 120))):
-        parts.append(text(frame.x(mark), frame.floor + 20, duration(mark), "axis mid"))
+        parts.append(frame.below(mark, duration(mark), 20.0))
         parts.append(f'<path class="rule" d="M{number(frame.x(mark))} {frame.floor}v4"/>')
     parts.append(
         f'<path class="rule" d="M{frame.left} {frame.floor}H{number(width - frame.right)}"/>'

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from monitoring.charts import log_ticks, short, thinned, ticks
+from monitoring.charts import Frame, log_ticks, short, thinned, ticks
 from monitoring.job_view import JobView
 from monitoring.report import recovery_picture, render_report
 from monitoring.report_charts import Story, loss_chart
@@ -199,6 +199,12 @@ class TestCharts:
         assert (31_234.0, 99.0) in kept
         assert len(kept) <= 1001
         assert kept == sorted(kept)
+
+    def test_a_label_at_the_right_end_of_an_axis_stays_in_the_picture(self):
+        frame = Frame(390.0, 150.0, (0.0, 480.0), (0.0, 1.0))
+        label = frame.below(480.0, "8 m 00 s", 20.0)
+        assert 'x="390"' in label and "end" in label
+        assert "mid" in frame.below(240.0, "4 m 00 s", 20.0)
 
     def test_ticks_are_round_and_inside(self):
         assert ticks(0, 239, 4) == [0, 100, 200]
