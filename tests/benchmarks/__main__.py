@@ -13,6 +13,7 @@ BENCHMARKS = (
     "bench_checkpoints",
     "bench_detection",
     "bench_start",
+    "bench_api",
     "bench_fp8_linear",
     "bench_exchange",
     "bench_exchange_casts",
