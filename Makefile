@@ -5,6 +5,7 @@
 #   make incidents [OUT=dir]   every drill on every layout, and healthy jobs: a table in dir
 #   make faults [OUT=dir] [ROWS=a,b] [REPEAT=n]   a job on three hosts, a fault a row: a table in dir (root);
 #                              RESUME=1 goes on with what an interrupted one has left
+#   make deploy-hosts          what `octavo deploy` renders for Slurm and own hosts, run on hosts (root)
 
 # Where Transformer Engine is: .venv after `pip install -e '.[te]'`, or an image's own Python.
 GPU_PYTHON ?= .venv/bin/python
@@ -14,7 +15,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-gpu lint bench incidents faults clean
+.PHONY: install demo test test-gpu lint bench incidents faults deploy-hosts clean
 
 install: $(STAMP)
 
@@ -55,6 +56,9 @@ incidents: install
 
 faults: install
 	$(BIN)/python -m tests.hosts.faults --out $(OUT)/faults.md $(if $(ROWS),--rows $(ROWS)) $(if $(REPEAT),--repeat $(REPEAT)) $(if $(RESUME),--resume)
+
+deploy-hosts: install
+	$(BIN)/python -m tests.hosts.rendered
 
 clean:
 	rm -rf .venv *.egg-info

@@ -2,11 +2,12 @@
 
     sbatch octavo.sbatch job.yaml
 
-One task a node runs ``ray symmetric-run``: on the first node it starts Ray's head, waits for the
-others, and runs the controller (``deploy.serve``), which trains the job and ends with its exit
-code; on the others it joins. Promises: pure; shellcheck has nothing to say of it; before the time
-is up, and when the allocation is cancelled or preempted, jobs are paused after a checkpoint, and a
-requeued script goes on there; Ray's token comes from a file (0600) on the shared file system.
+One task a node runs ``ray symmetric-run``: on the first node it starts Ray's head and the controller
+(``deploy.serve``), which trains the job and ends with its exit code; on the others it joins, and
+joins again where Ray was too slow or died. Promises: pure; shellcheck has nothing to say of it;
+before the time is up, and on `scancel --batch --signal=TERM ID`, jobs are paused after a checkpoint,
+and a requeued script goes on there (a plain scancel ends Ray at once: jobs go on from what is
+saved); Ray's token comes from a file (0600) on the shared file system.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from deploy.cluster_profile import ClusterProfile, NodeGroup, mebibytes
 from deploy.ray_options import GCS_PORT, LOOPBACK, api_options, environment, node_options
 
 START_S = 300
-"""Seconds that nodes may take to join: file systems are slow when a thousand processes start."""
+"""Seconds that a node waits for the head: file systems are slow when a thousand processes start."""
 
 
 def batch_script(profile: ClusterProfile) -> str:
@@ -69,7 +70,9 @@ umask 077
 job_file="${{1:?name the job file: sbatch octavo.sbatch job.yaml}}"
 job_file="$(realpath -- "$job_file")"
 export PATH={shlex.quote(profile.hosts.environment)}/bin:"$PATH"
-export OCTAVO_HOME={shlex.quote(home)}
+# A home has one controller: each allocation has its own. To go on with another's job in a new one:
+#   OCTAVO_HOME={home}/ID sbatch octavo.sbatch job.yaml
+export OCTAVO_HOME="${{OCTAVO_HOME:-{home}/$SLURM_JOB_ID}}"
 export RAY_AUTH_TOKEN_PATH="{token}"
 if [[ ! -s "$RAY_AUTH_TOKEN_PATH" ]]; then
   echo "no token in $RAY_AUTH_TOKEN_PATH: run \\`ray get-auth-token --generate\\` once" >&2
@@ -91,22 +94,46 @@ fi
 
 # The controller looks for this file: jobs are paused after a checkpoint, then it ends.
 stop_file="$OCTAVO_HOME/stop"
+# symmetric-run ends with 0 where Ray did not start too: what the controller came to is in here.
+ended_file="$OCTAVO_HOME/ended-$SLURM_JOB_ID"
 mkdir -p "$OCTAVO_HOME" {shlex.quote(profile.storage.jobs.path)}
-rm -f "$stop_file"
+rm -f "$stop_file" "$ended_file"
 trap 'touch "$stop_file"' TERM INT
 
+# shellcheck disable=SC2329
+control() {{
+  local code=0
+  "$@" || code=$?
+  echo "$code" > "$ended_file"
+  return "$code"
+}}
+
+# shellcheck disable=SC2329
+node() {{
+  while true; do
+    ray symmetric-run "$@" || true
+    if [[ " $(hostname -I) " == *" $head_address "* ]]; then return 0; fi
+    # Ray gives a node 30 s to join: one that took longer, or whose Ray died, comes again.
+    sleep 5
+    timeout 5 bash -c ": < /dev/tcp/$head_address/{GCS_PORT}" 2> /dev/null || return 0
+  done
+}}
+export -f control node
+export head_address ended_file
+
 controller=(python -m deploy.serve "$OCTAVO_HOME" --address "$head_address:{GCS_PORT}"
-  --hosts {_nodes(profile)} {api}
-  --grace {max(30, profile.slurm.notice_s - 30)} --job "$job_file" --key "slurm-$SLURM_JOB_ID")
+  {api}
+  --grace {max(30, profile.slurm.notice_s - 30)}
+  --job "$job_file" --key "slurm-$(basename "$OCTAVO_HOME")")
 {_steps(profile)}
 
 # A signal interrupts `wait`, not the step.
-code=0
-while true; do
-  if wait "$step"; then code=0; else code=$?; fi
-  kill -0 "$step" 2>/dev/null || break
-done
-exit "$code"
+while kill -0 "$step" 2> /dev/null; do wait "$step" || true; done
+if [[ ! -s "$ended_file" ]]; then
+  echo "the controller did not run: Ray's words are above" >&2
+  exit 1
+fi
+exit "$(< "$ended_file")"
 """
 
 
@@ -121,14 +148,10 @@ def _part(profile: ClusterProfile, group: NodeGroup, place: int) -> str:
     several = len(profile.node_groups) > 1
     options = " ".join(shlex.quote(option) for option in node_options(group))
     het = f"--het-group={place} " if several else ""
+    # It waits for nobody: jobs wait for nodes, and a node that comes late is taken too.
     return (
         f"{het}--ntasks-per-node=1 --export=ALL,RAY_NODE_TYPE_NAME={group.name} \\\n"
-        f'  ray symmetric-run --address "$head_address:{GCS_PORT}" \\\n'
-        f"  --min-nodes {_nodes(profile)} --dashboard-host={LOOPBACK} --disable-usage-stats \\\n"
-        f"  {options} \\\n"
-        f'  -- "${{controller[@]}}"'
+        f'  bash -c \'node "$@"\' node --address "$head_address:{GCS_PORT}" \\\n'
+        f"  --dashboard-host={LOOPBACK} --disable-usage-stats {options} \\\n"
+        f'  -- bash -c \'control "$@"\' control "${{controller[@]}}"'
     )
-
-
-def _nodes(profile: ClusterProfile) -> int:
-    return sum(group.fewest for group in profile.node_groups)
