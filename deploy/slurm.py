@@ -2,12 +2,12 @@
 
     sbatch octavo.sbatch job.yaml
 
-One task a node runs ``ray symmetric-run``: on the first node it starts Ray's head and the controller
-(``deploy.serve``), which trains the job and ends with its exit code; on the others it joins, and
-joins again where Ray was too slow or died. Promises: pure; shellcheck has nothing to say of it;
-before the time is up, and on `scancel --batch --signal=TERM ID`, jobs are paused after a checkpoint,
-and a requeued script goes on there (a plain scancel ends Ray at once: jobs go on from what is
-saved); Ray's token comes from a file (0600) on the shared file system.
+One task a node runs ``ray symmetric-run``: on the first node it starts Ray's head and the
+controller (``deploy.serve``), which trains the job and ends with its exit code; on the others it
+joins, and joins again where Ray was too slow or died. Promises: pure; shellcheck has nothing to say
+of it; before the time is up, and on `scancel --batch --signal=TERM ID`, jobs are paused after a
+checkpoint, and a requeued script goes on there (a plain scancel ends Ray at once: jobs go on from
+what is saved); Ray's token comes from a file (0600) on the shared file system.
 """
 
 from __future__ import annotations
