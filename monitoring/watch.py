@@ -70,6 +70,9 @@ def watch_panel(view: JobView, width: int, height: int | None = None) -> Rendera
     parts += [Text(), *told] if told else []
     style = STATE_STYLE.get(view.state, "cyan")
     title = Text.assemble((_visible(view.job), "bold"), "  ", (_visible(view.state), style))
+    absent = float(view.extra.get("absent_s") or 0.0)
+    if absent > 0:
+        title.append(f"  the controller doesn't answer, for {duration(absent)}", "bold red")
     return Panel(Group(*parts), title=title, title_align="left", width=max(40, width))
 
 

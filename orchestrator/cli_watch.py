@@ -63,7 +63,7 @@ def _follow_live(following: Following, out: TextIO, each: Callable[[], None]) ->
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while not following.settled:
-                following.poll(REFRESH_S)
+                following.poll(REFRESH_S, patient=False)
                 # The terminal's size of this moment: it may have changed.
                 width, height = console.size
                 live.update(watch_panel(following.view(), width, height), refresh=True)

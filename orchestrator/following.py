@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import NO_TENSORS
-from orchestrator.client import Client
+from orchestrator.client import PATIENCE_S, Client
+from orchestrator.client_errors import UnreachableError
 
 CAUGHT_UP = 100
 """Steps that a page has fewer of where it is the newest one."""
+ABSENT_LOOK_S = 0.5
+
+Ask = Callable[..., dict[str, Any]]
+
+
+class _Absent(Exception):  # noqa: N818
+    """The controller doesn't answer now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +48,63 @@ class Following:
         self._steps: list[StepRecord] = []
         self._records: dict[str, Any] = {"incidents": [], "actions": []}
         self._after = {"events": 0, "steps": 0}
+        self._absent_since: float | None = None
 
-    def poll(self, wait: float = 0.0) -> News:
-        """Ask for what is new; held back up to ``wait`` seconds while there is nothing."""
+    def poll(self, wait: float = 0.0, *, patient: bool = True) -> News:
+        """Ask for what is new; held back up to ``wait`` seconds while there is nothing.
+
+        A controller that can't be reached is waited for: here, where ``patient``; else nothing is
+        new, ``absent_s`` says for how long, and who polls may show that. Either raises
+        UnreachableError after ``client.PATIENCE_S``.
+        """
+        ask = self._client.patiently if patient else self._once
         client = self._client
-        # Steps come several a second, so it is them that a poll waits for.
-        steps = self._new_steps(wait)
-        told = client.patiently(client.events, self.job, self._after["events"])
-        events = tuple(told["events"])
-        self._after["events"] = told["next"]
-        if events:
-            # Incidents and actions are always told in an event too.
-            self._records = client.patiently(client.records, self.job)
-            self._shown = client.patiently(client.job, self.job)
+        try:
+            # Steps come several a second, so it is them that a poll waits for.
+            steps, after = self._new_steps(ask, wait)
+            told = ask(client.events, self.job, self._after["events"])
+            events = tuple(told["events"])
+            if events:
+                # Incidents and actions are always told in an event too.
+                records, shown = ask(client.records, self.job), ask(client.job, self.job)
+                self._records, self._shown = records, shown
+        except _Absent:
+            time.sleep(ABSENT_LOOK_S)
+            return News((), ())
+        if steps and self._steps and not self._whole:
+            self._steps[-1] = replace(self._steps[-1], tensors=NO_TENSORS)
+        self._after = {"events": told["next"], "steps": after}
         self._steps += steps
         self._events += events
         self.state = told["state"]
         self.settled = bool(told["settled"]) and not events and not steps
         return News(events, steps)
 
-    def _new_steps(self, wait: float) -> tuple[StepRecord, ...]:
+    @property
+    def absent_s(self) -> float:
+        """Seconds that the controller couldn't be reached, up to now; 0 where it answers."""
+        return 0.0 if self._absent_since is None else time.monotonic() - self._absent_since
+
+    def _new_steps(self, ask: Ask, wait: float) -> tuple[tuple[StepRecord, ...], int]:
         client, after = self._client, self._after["steps"]
-        page = client.patiently(client.steps, self.job, after, wait, tensors=self._whole)
+        page = ask(client.steps, self.job, after, wait, tensors=self._whole)
         rows = page["steps"]
-        self._after["steps"] = page["next"]
         if 0 < len(rows) < CAUGHT_UP and not self._whole:
-            if self._steps:
-                self._steps[-1] = replace(self._steps[-1], tensors=NO_TENSORS)
-            last = client.patiently(client.steps, self.job, rows[-1]["id"] - 1)
+            last = ask(client.steps, self.job, rows[-1]["id"] - 1)
             rows = [*rows[:-1], *last["steps"][:1]]
-        return tuple(map(_step, rows))
+        return tuple(map(_step, rows)), int(page["next"])
+
+    def _once(self, question: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            answer = dict(question(*args, **kwargs))
+        except UnreachableError:
+            if self._absent_since is None:
+                self._absent_since = time.monotonic()
+            if self.absent_s > PATIENCE_S:
+                raise
+            raise _Absent from None
+        self._absent_since = None
+        return answer
 
     def view(self) -> JobView:
         """The job as known now."""
@@ -79,7 +116,10 @@ class Following:
             incidents=tuple(self._records["incidents"]),
             actions=tuple(self._records["actions"]),
             events=tuple(self._events),
-            extra={k: self._shown[k] for k in ("job_dir", "reason", "nodes", "attempt")},
+            extra={
+                **{k: self._shown[k] for k in ("job_dir", "reason", "nodes", "attempt")},
+                "absent_s": self.absent_s,
+            },
         )
 
 

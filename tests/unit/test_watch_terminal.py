@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import pty
 import select
@@ -16,8 +17,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pyte
+import pytest
+from rich.console import Console
 
+from monitoring.watch import watch_panel
+from orchestrator.client import Client, UnreachableError
+from orchestrator.following import Following, News
 from orchestrator.home import Home
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import EventDraft, SupervisorBatch
@@ -149,6 +156,32 @@ def test_a_job_is_watched_at_any_width_and_left_with_a_sane_terminal(
     assert terminal.bytes.count(b"\x1b[?1049h") == terminal.bytes.count(b"\x1b[?1049l") == 1
     assert terminal.bytes.rfind(b"\x1b[?25h") > terminal.bytes.rfind(b"\x1b[?25l")
     assert b"Traceback" not in terminal.bytes
+
+
+def test_a_controller_that_is_away_is_told_and_waited_for(
+    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    steps = tuple(record.to_json() for record in recovered_view().steps[:3])
+    plane.controller.report(job, 1, SupervisorBatch(1, steps=steps[:2]))
+    server, token = home.server(), home.token()
+    assert server is not None
+    following = Following(Client(server.url, token), job, whole=False)
+    assert len(following.poll().steps) == 2
+    plane.controller.report(job, 1, SupervisorBatch(2, steps=steps[2:]))
+    with monkeypatch.context() as gone:
+        gone.setattr(following._client._http, "base_url", httpx.URL("http://127.0.0.1:9"))
+        assert following.poll(patient=False) == News((), ())
+        panel = io.StringIO()
+        Console(file=panel, width=100).print(watch_panel(following.view(), 100))
+        assert "the controller doesn't answer, for" in panel.getvalue()
+        gone.setattr("orchestrator.following.PATIENCE_S", 0.0)
+        with pytest.raises(UnreachableError):
+            following.poll(patient=False)
+    assert [record.step for record in following.poll(patient=False).steps] == [2]
+    assert following.absent_s == 0.0
+    assert [bool(record.tensors) for record in following.view().steps] == [False, False, True]
 
 
 def test_without_a_terminal_it_is_plain_lines_to_the_end(home: Home, plane: ControlPlane) -> None:
