@@ -30,7 +30,7 @@ def wandb_tables(incidents: Sequence[Row], actions: Sequence[Row]) -> dict[str, 
         ),
         metrics.ACTIONS_TABLE: wandb.Table(
             columns=["step", "kind", "to_step", "reason", "precision", "passed_over", "asked_by"],
-            data=[_action_row(row) for row in actions[-MOST_ROWS:]],
+            data=[action_row(row) for row in actions[-MOST_ROWS:]],
         ),
     }
 
@@ -47,7 +47,8 @@ def _ledger_rows(row: Row) -> list[list[Any]]:
     return [[batch, *why] for batch in row.get("skip_batches", ())]
 
 
-def _action_row(row: Row) -> list[Any]:
+def action_row(row: Row) -> list[Any]:
+    """An action as a row of its table."""
     moved = dict(row.get("precision", {}))
     if row.get("exchange") is not None:
         moved["gradient exchange"] = row["exchange"]

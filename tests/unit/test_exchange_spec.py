@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launch.commands import ExchangeReport
-from monitoring.wandb_run import _action_row
+from monitoring.wandb_tables import action_row
 from orchestrator.actions import Action
 from orchestrator.resume import standing
 from orchestrator.spec import JobSpec, spec_of
@@ -93,6 +93,6 @@ def test_wandb_is_told_what_was_measured(tmp_path: Path) -> None:
     config = {"exchange": "fp8", "exchange_reason": "it is faster"}
     assert ("log_config", config) in told
     (row,) = [value for name, value in told if name == "log_action"]
-    assert "gradient exchange → fp8" in _action_row(row)
+    assert "gradient exchange → fp8" in action_row(row)
     job.supervision._journal._run_log = None
     job.close()
