@@ -5,6 +5,7 @@
 #   make incidents [OUT=dir]   every drill on every layout, and healthy jobs: a table in dir
 #   make faults [OUT=dir] [ROWS=a,b] [REPEAT=n]   a job on three hosts, a fault a row: a table in dir (root);
 #                              RESUME=1 goes on with what an interrupted one has left
+#   make audit                 known holes in the packages of constraints.txt, where an index tells
 #   make deploy-hosts          what `octavo deploy` renders for Slurm and own hosts, run on hosts (root)
 
 # Where Transformer Engine is: .venv after `pip install -e '.[te]'`, or an image's own Python.
@@ -15,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-gpu lint bench incidents faults deploy-hosts clean
+.PHONY: install demo test test-gpu lint bench incidents faults deploy-hosts audit clean
 
 install: $(STAMP)
 
@@ -59,6 +60,9 @@ faults: install
 
 deploy-hosts: install
 	$(BIN)/python -m tests.hosts.rendered
+
+audit: install
+	$(BIN)/python -m deploy.audit constraints.txt
 
 clean:
 	rm -rf .venv *.egg-info

@@ -118,6 +118,8 @@ class Service:
                 heard = time.monotonic()
             self._ended.wait(PERIOD_S)
         self._pause_all()
+        # For the next start.
+        (self._home.path / STOP).unlink(missing_ok=True)
         return 0 if runner is None else 101
 
     def close(self) -> None:

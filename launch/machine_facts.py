@@ -77,6 +77,10 @@ class MachineFacts:
     processes: int
     clock_synchronised: bool | None
     """None: it can't be asked."""
+    token_file: str
+    """Of Ray; empty: there is none."""
+    token_mode: int
+    """Its permission bits."""
     storage: Mapping[str, Any]
     """Of ``machine_probes.storage``."""
     wandb: Mapping[str, Any]
@@ -98,6 +102,7 @@ def gather(folder: str, seen: str = "", *, wandb: bool = True) -> MachineFacts:
     # All at once: the bounds don't add up.
     driver, driver_cuda, driver_error, topology = _driver()
     told = {name: probe.answer() for name, probe in asked.items()}
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     return MachineFacts(
         host=socket.gethostname(),
         clock=clock,
@@ -117,6 +122,8 @@ def gather(folder: str, seen: str = "", *, wandb: bool = True) -> MachineFacts:
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         processes=_limit(resource.RLIMIT_NPROC),
         clock_synchronised=_synchronised(),
+        token_file=str(token) if token.exists() else "",
+        token_mode=token.stat().st_mode & 0o777 if token.exists() else 0,
         storage=told["storage"],
         wandb=told.get("wandb", {}),
         seconds=time.monotonic() - began,

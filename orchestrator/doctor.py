@@ -294,6 +294,17 @@ def storage(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding("storage", Level.ok, shown)
 
 
+def token(facts: MachineFacts) -> Iterator[Finding]:
+    """Ray's token, with which anyone runs anything on the cluster."""
+    if not facts.token_file:
+        yield Finding("ray-token", Level.ok, "no file with Ray's token here")
+    elif facts.token_mode & 0o077:
+        told = f"{facts.token_file} can be read by others ({facts.token_mode:04o})"
+        yield Finding("ray-token", Level.error, told, f"chmod 600 {facts.token_file}")
+    else:
+        yield Finding("ray-token", Level.ok, f"{facts.token_file} is its owner's alone")
+
+
 def wandb(facts: MachineFacts) -> Iterator[Finding]:
     """Whether runs reach W&B's server."""
     told = facts.wandb
@@ -325,6 +336,7 @@ CHECKS: tuple[Check, ...] = (
     limits,
     clock,
     storage,
+    token,
     wandb,
 )
 

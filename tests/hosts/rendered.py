@@ -128,14 +128,14 @@ def run_on_prem(machines: Machines) -> dict[str, object]:
     env = environment(machines.folder, RAY_HEAD_IP=machines.addresses[0])
     env["RAY_AUTH_TOKEN_PATH"] = str(token)
     head, *nodes = machines.hosts
-    # The launcher writes this file, and a head that scales nothing needs none.
-    (machines.folder / "ray_bootstrap_config.yaml").write_text(file.text)
+    # With it the head's own autoscaler would start the nodes over ssh, which this stands in for.
+    scaling = " --autoscaling-config=~/ray_bootstrap_config.yaml"
     for machine, key in [
         (head, "head_start_ray_commands"),
         *((node, "worker_start_ray_commands") for node in nodes),
     ]:
         for command in commands[key]:
-            done = machine.run(command.replace("--autoscaling-config=~/ray_boot", "#"), env)
+            done = machine.run(command.replace(scaling, ""), env, timeout_s=TOGETHER_S)
             if done.returncode != 0:
                 raise RuntimeError(f"{machine.address}: {command}\n{done.stdout[-6000:]}")
     client = Client.of_home(Home(machines.folder / "home"))
@@ -149,6 +149,8 @@ def run_on_prem(machines: Machines) -> dict[str, object]:
     where = f"--home {machines.folder}/home --storage {machines.folder}/jobs"
     looked = head.run(f"{octavo} doctor --group cpu --no-wandb -o json {where}", env)
     doctor = json.loads(looked.stdout)
+    if "counts" not in doctor:
+        raise RuntimeError(f"the doctor: {looked.stdout}")
     return {
         "job": {k: found[k] for k in ("id", "state", "step", "reason", "nodes")},
         "doctor": {
