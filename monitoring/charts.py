@@ -198,37 +198,52 @@ def badge(x: float, y: float, label: str, classes: str, tip: str = "") -> str:
     )
 
 
-def badges(marks: Sequence[tuple[float, str, str, str]], y: float) -> str:
-    """Badges ``(x, label, classes, tip)`` in one row; those that would overlap become one, with the
-    first and the last label, and all tips."""
-    groups: list[list[tuple[float, str, str, str]]] = []
-    for mark in sorted(marks, key=lambda m: m[0]):
-        if groups and mark[0] - groups[-1][-1][0] < BADGE_GAP:
-            groups[-1].append(mark)
+Mark = tuple[float, str, str, str]
+"""A badge to be: x, label, classes, tip."""
+
+
+def badges(marks: Sequence[Mark], y: float) -> str:
+    """Badges in one row; those that would overlap become one, with the first and the last label
+    and all tips."""
+    groups = [[mark] for mark in sorted(marks, key=lambda m: m[0])]
+    i = 0
+    while i + 1 < len(groups):
+        if _extent(groups[i])[1] + BADGE_GAP > _extent(groups[i + 1])[0]:
+            groups[i] += groups.pop(i + 1)
+            # It is wider now, and may reach the one before.
+            i = max(0, i - 1)
         else:
-            groups.append([mark])
-    parts = []
-    for group in groups:
-        x, label, classes, tip = group[0]
-        if len(group) == 1:
-            parts.append(badge(x, y, label, classes, tip))
-            continue
-        last = group[-1]
-        # Trouble is what a group is coloured by.
-        kind = classes if all(m[2] == classes for m in group) else ""
-        word, middle = f"{label}–{last[1]}", (x + last[0]) / 2
-        half = max(9.0 + 3.4 * len(word), (last[0] - x) / 2 + 9.0)
-        tips = escape("\n".join(m[3] for m in group))
-        parts.append(
-            f'<g class="badge {kind}"><title>{tips}</title><rect x="{number(middle - half)}" '
-            f'y="{number(y - 9)}" width="{number(2 * half)}" height="18" rx="9"/>'
-            f"{text(middle, y + 4, word, 'mid')}</g>"
-        )
-    return "".join(parts)
+            i += 1
+    return "".join(_pill(group, y) for group in groups)
 
 
-BADGE_GAP = 20.0
-"""Between the middles of two badges that don't touch."""
+BADGE_GAP = 2.0
+"""Between two badges that don't touch."""
+
+
+def _extent(group: Sequence[Mark]) -> tuple[float, float]:
+    """From where to where one badge for all of ``group`` reaches."""
+    first, last = group[0], group[-1]
+    if len(group) == 1:
+        return first[0] - 9.0, first[0] + 9.0
+    middle = (first[0] + last[0]) / 2
+    half = max(9.0 + 3.4 * len(f"{first[1]}–{last[1]}"), (last[0] - first[0]) / 2 + 9.0)
+    return middle - half, middle + half
+
+
+def _pill(group: Sequence[Mark], y: float) -> str:
+    x, label, classes, tip = group[0]
+    if len(group) == 1:
+        return badge(x, y, label, classes, tip)
+    left, right = _extent(group)
+    # Trouble is what a group is coloured by.
+    kind = classes if all(mark[2] == classes for mark in group) else ""
+    tips = escape("\n".join(mark[3] for mark in group))
+    return (
+        f'<g class="badge {kind}"><title>{tips}</title><rect x="{number(left)}" '
+        f'y="{number(y - 9)}" width="{number(right - left)}" height="18" rx="9"/>'
+        f"{text((left + right) / 2, y + 4, f'{label}–{group[-1][1]}', 'mid')}</g>"
+    )
 
 
 def arc_back(frame: Frame, from_step: float, to_step: float, lane: float) -> str:

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import re
 import time
@@ -7,8 +8,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from monitoring.charts import Frame, log_ticks, short, thinned, ticks
+from monitoring.charts import Frame, badges, log_ticks, short, thinned, ticks
 from monitoring.job_view import JobView
 from monitoring.report import recovery_picture, render_report
 from monitoring.report_charts import Story, loss_chart
@@ -205,6 +208,20 @@ class TestCharts:
         label = frame.below(480.0, "8 m 00 s", 20.0)
         assert 'x="390"' in label and "end" in label
         assert "mid" in frame.below(240.0, "4 m 00 s", 20.0)
+
+    @given(st.lists(st.floats(40, 900), min_size=1, max_size=60))
+    @settings(max_examples=60, deadline=None)
+    def test_badges_of_many_troubles_never_overlap_and_leave_none_out(self, places):
+        places.sort()
+        marks = [(x, str(i + 1), "", f"trouble {i + 1}") for i, x in enumerate(places)]
+        drawn = badges(marks, 30.0)
+        rect = r'<rect x="([-\d.]+)" y="[\d.]+" width="([\d.]+)"'
+        found = re.findall(r'<circle cx="([\d.]+)"|' + rect, drawn)
+        reach = [(float(c) - 9, float(c) + 9) if c else (float(x), float(x) + float(w))
+                 for c, x, w in found]  # fmt: skip
+        for (_, before), (after, _) in itertools.pairwise(reach):
+            assert before <= after
+        assert [f"trouble {i + 1}" in drawn for i in range(len(marks))] == [True] * len(marks)
 
     def test_ticks_are_round_and_inside(self):
         assert ticks(0, 239, 4) == [0, 100, 200]
