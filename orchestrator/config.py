@@ -12,9 +12,19 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from orchestrator.planning.devices import device_named, network_named
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _a_device(name: str) -> str:
+    return device_named(name).name
+
+
+def _a_network(name: str) -> str:
+    return network_named(name).name
 
 
 class ResourcesConfig(_Section):
@@ -32,6 +42,11 @@ class ResourcesConfig(_Section):
     its newest checkpoint, and with all of them again when nodes are there; unset: it waits."""
     standby: bool = True
     """Keep one imported, idle worker a rank for restarts."""
+    device: Annotated[str, AfterValidator(_a_device)] | None = None
+    """What a rank computes on, for `octavo plan` and ``parallelism: auto`` to reckon with: h100, …
+    (orchestrator.planning.devices); unset: h100 on GPUs, cpu without."""
+    network: Annotated[str, AfterValidator(_a_network)] | None = None
+    """What joins the nodes, for the same: ib400, …; unset: ib400 on GPUs, eth10 without."""
 
 
 LEAST_INIT_TIMEOUT_S = 5.0

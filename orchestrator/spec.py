@@ -70,12 +70,20 @@ def parse_spec(
     ``policy: FILE`` in it stands for the sections of that file (``policy_file``), which the
     spec has in its place from here on.
     """
-    source = read_yaml(text, file)
-    if "policy" in source.data:
-        from orchestrator.policy_file import merged
+    return spec_of(_merged(read_yaml(text, file), base), base=base, check_data=check_data)
 
-        source = merged(source, base)
-    return spec_of(source, base=base, check_data=check_data)
+
+def read_source(path: Path) -> Source:
+    """The values of the file at ``path``, as ``spec_of`` takes them; a policy's among them."""
+    return _merged(read_yaml(read_text(path), str(path)), Path.cwd())
+
+
+def _merged(source: Source, base: Path | None) -> Source:
+    if "policy" not in source.data:
+        return source
+    from orchestrator.policy_file import merged
+
+    return merged(source, base)
 
 
 def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True) -> JobSpec:
@@ -84,10 +92,15 @@ def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True
     ``base``: folder that relative paths refer to; None: they stay as they are.
     ``check_data``: look at the data source too, on this machine.
     """
+    from orchestrator.planning.automatic import choose, is_auto
+    from orchestrator.planning.presets import expand_preset
     from orchestrator.spec_checks import check_spec, offered
 
-    data = absolute_paths(source.data, base) if base else source.data
-    findings = type_findings(JobSpec, data)
+    data, findings = expand_preset(absolute_paths(source.data, base) if base else source.data)
+    auto = is_auto(data)
+    if auto:
+        data = {**data, "parallelism": {}}
+    findings += type_findings(JobSpec, data)
     try:
         spec: JobSpec | None = JobSpec.model_validate(data)
     except ValidationError as error:
@@ -99,8 +112,15 @@ def spec_of(source: Source, *, base: Path | None = None, check_data: bool = True
         spec, broken = _readable_part(data, findings)
     else:
         broken = set()
+    chosen: JobSpec | None = None
     if spec is not None:
-        findings += check_spec(spec, broken, check_data=check_data)
+        # What would be said of degrees that nobody wrote is left out; a search checks its own.
+        left_out = broken | {("parallelism",)} if auto else broken
+        findings += check_spec(spec, left_out, check_data=check_data)
+        if auto and not findings:
+            chosen, findings = choose(spec, data)
+    if chosen is not None:
+        return chosen
     if findings or spec is None:
         findings.sort(key=lambda f: source.problem(f).line or 0)
         raise SpecError([source.problem(f, _default_at(spec, f.path)) for f in findings])

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from monitoring.config import DetectionConfig
 from monitoring.secrets import SECRET_NAME, SECRET_VALUE
 from orchestrator.degrees import check_min_nodes
+from orchestrator.planning.device_check import check_device
 from orchestrator.spec import JobSpec
 from orchestrator.spec_backend import check_backend, check_backend_model
 from orchestrator.spec_completion import (
@@ -323,6 +324,7 @@ _SHAPES: tuple[KeyPath, ...] = (*_WIDTHS, ("model", "num_kv_heads"), ("model", "
 
 CHECKS: tuple[tuple[tuple[KeyPath, ...], Check], ...] = (
     ((("slots_per_node",), ("gpus_per_node",)), _slots),
+    ((("resources", "device"), ("gpus_per_node",)), check_device),
     ((*_SLOT_KEYS, *_DEGREES), _degrees),
     ((*_SLOT_KEYS, TENSOR), check_tensor_slots),
     ((*_SHAPES, TENSOR), built_in(check_tensor_shards)),

@@ -1,0 +1,16 @@
+"""What a job will need and take, worked out before anything runs. Pure, and needs no torch.
+
+``shapes``       parameters of a model, of a pipeline stage, of a rank
+``memory``       bytes a rank and a node hold, by kind: what the engine really allocates
+``activations``  what a micro-batch keeps until its backward
+``traffic``      bytes a rank sends in a step, by kind
+``devices``      devices and networks as data, with their sources
+``step_time``    pipeline bubble and a roofline of a step
+``estimate``     all of these for one completed spec, and whether it fits
+``search``       the best degrees of all that the checks accept; what to change where nothing fits
+``presets``      known shapes by name
+
+Promises: the same spec gives the same numbers everywhere. Memory is checked against CPU runs
+(``tests/benchmarks/bench_plan.py``) and speed against published ones
+(``tests/unit/test_plan_published.py``); none of it was tried on a GPU here.
+"""
