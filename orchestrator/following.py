@@ -15,6 +15,8 @@ from orchestrator.client_errors import UnreachableError
 
 CAUGHT_UP = 100
 """Steps that a page has fewer of where it is the newest one."""
+WHOLE_STEPS = 512
+"""Newest steps whose tensors are looked at, as in the report that a supervisor writes."""
 ABSENT_LOOK_S = 0.5
 
 Ask = Callable[..., dict[str, Any]]
@@ -36,8 +38,9 @@ class Following:
     """All that the API tells of one job, kept up to date by ``poll``."""
 
     def __init__(self, client: Client, job: str, *, whole: bool = True) -> None:
-        """``whole``: with the statistics of every step's tensors; else of the newest alone, which
-        is what a live view shows: those of a long job would be gigabytes."""
+        """``whole``: with the statistics of every new step's tensors, of which the newest
+        ``WHOLE_STEPS`` are kept; else of the newest step alone, which is what a live view shows:
+        those of a long job are gigabytes."""
         self._whole = whole
         self._client = client
         self._shown = client.job(job)
@@ -46,6 +49,8 @@ class Following:
         self.settled = False
         self._events: list[dict[str, Any]] = []
         self._steps: list[StepRecord] = []
+        self._ids: list[int] = []
+        self._forgotten = 0
         self._records: dict[str, Any] = {"incidents": [], "actions": []}
         self._after = {"events": 0, "steps": 0}
         self._absent_since: float | None = None
@@ -61,7 +66,7 @@ class Following:
         client = self._client
         try:
             # Steps come several a second, so it is them that a poll waits for.
-            steps, after = self._new_steps(ask, wait)
+            ids, steps, after = self._new_steps(ask, wait)
             told = ask(client.events, self.job, self._after["events"])
             events = tuple(told["events"])
             if events:
@@ -71,10 +76,10 @@ class Following:
         except _Absent:
             time.sleep(ABSENT_LOOK_S)
             return News((), ())
-        if steps and self._steps and not self._whole:
-            self._steps[-1] = replace(self._steps[-1], tensors=NO_TENSORS)
         self._after = {"events": told["next"], "steps": after}
+        self._ids += ids
         self._steps += steps
+        self._forget(WHOLE_STEPS if self._whole else 1)
         self._events += events
         self.state = told["state"]
         self.settled = bool(told["settled"]) and not events and not steps
@@ -85,14 +90,37 @@ class Following:
         """Seconds that the controller couldn't be reached, up to now; 0 where it answers."""
         return 0.0 if self._absent_since is None else time.monotonic() - self._absent_since
 
-    def _new_steps(self, ask: Ask, wait: float) -> tuple[tuple[StepRecord, ...], int]:
+    def fill(self) -> None:
+        """Get the statistics of the newest ``WHOLE_STEPS`` steps."""
+        ids = self._ids[-WHOLE_STEPS:]
+        places = {number: i for i, number in enumerate(self._ids)}
+        after = ids[0] - 1 if ids else 0
+        while ids and after < ids[-1]:
+            page = self._client.patiently(self._client.steps, self.job, after)
+            for row in page["steps"]:
+                if row["id"] in places:
+                    self._steps[places[row["id"]]] = _step(row)
+            if page["next"] == after:
+                return
+            after = int(page["next"])
+
+    def _forget(self, most: int) -> None:
+        """Keep the statistics of the newest ``most`` steps."""
+        end = max(0, len(self._steps) - most)
+        for i in range(self._forgotten, end):
+            if self._steps[i].tensors:
+                self._steps[i] = replace(self._steps[i], tensors=NO_TENSORS)
+        self._forgotten = end
+
+    def _new_steps(self, ask: Ask, wait: float) -> tuple[list[int], tuple[StepRecord, ...], int]:
+        """(ids, steps, place after them)."""
         client, after = self._client, self._after["steps"]
         page = ask(client.steps, self.job, after, wait, tensors=self._whole)
         rows = page["steps"]
         if 0 < len(rows) < CAUGHT_UP and not self._whole:
             last = ask(client.steps, self.job, rows[-1]["id"] - 1)
             rows = [*rows[:-1], *last["steps"][:1]]
-        return tuple(map(_step, rows)), int(page["next"])
+        return [int(row["id"]) for row in rows], tuple(map(_step, rows)), int(page["next"])
 
     def _once(self, question: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
@@ -124,11 +152,13 @@ class Following:
 
 
 def whole_view(client: Client, job: str) -> JobView:
-    """Everything stored of a job at this moment."""
-    following = Following(client, job)
+    """Everything stored of a job at this moment; of its tensors, the newest ``WHOLE_STEPS``
+    steps'."""
+    following = Following(client, job, whole=False)
     while True:
         news = following.poll()
         if not news.events and not news.steps:
+            following.fill()
             return following.view()
 
 

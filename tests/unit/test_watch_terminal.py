@@ -24,7 +24,7 @@ from rich.console import Console
 
 from monitoring.watch import watch_panel
 from orchestrator.client import Client, UnreachableError
-from orchestrator.following import Following, News
+from orchestrator.following import Following, News, whole_view
 from orchestrator.home import Home
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import EventDraft, SupervisorBatch
@@ -156,6 +156,28 @@ def test_a_job_is_watched_at_any_width_and_left_with_a_sane_terminal(
     assert terminal.bytes.count(b"\x1b[?1049h") == terminal.bytes.count(b"\x1b[?1049l") == 1
     assert terminal.bytes.rfind(b"\x1b[?25h") > terminal.bytes.rfind(b"\x1b[?25l")
     assert b"Traceback" not in terminal.bytes
+
+
+def test_of_a_long_job_the_newest_steps_alone_have_their_tensors(
+    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.following.WHOLE_STEPS", 5)
+    job = plane.submit()
+    plane.steps(2)
+    server, token = home.server(), home.token()
+    assert server is not None
+    client = Client(server.url, token)
+    live = Following(client, job)
+    steps = tuple(record.to_json() for record in recovered_view().steps[:20])
+    for n in range(4):
+        batch = SupervisorBatch(n + 1, steps=steps[5 * n : 5 * n + 5])
+        plane.controller.report(job, 1, batch)
+        assert all(record.tensors for record in live.poll().steps), "each is told whole"
+    expected = [False] * 15 + [True] * 5
+    for view in (live.view(), whole_view(client, job)):
+        assert [record.step for record in view.steps] == list(range(20))
+        assert [bool(record.tensors) for record in view.steps] == expected
+    assert whole_view(client, job).steps[-1].to_json() == steps[-1]
 
 
 def test_a_controller_that_is_away_is_told_and_waited_for(
