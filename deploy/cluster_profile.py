@@ -430,10 +430,13 @@ def check_target(profile: ClusterProfile, target: Target) -> Iterator[Finding]:
     """What ``target`` needs and the profile lacks."""
     security, listen = profile.security, ("security", "listen")
     beyond = _valid(security.listen) and not on_loopback(security.listen)
+    if target in (*KUBERNETES, *CLOUDS) and profile.image.gpu is None and profile.image.cpu is None:
+        remedy = "build one with `octavo deploy render --target container` and name it"
+        yield Finding(("image", "gpu"), "is missing: nodes run an image", remedy)
+    if profile.redis is not None and target in (*CLOUDS, "on-prem", "slurm"):
+        told = f"is not used by {target}: a head is lost with its tables, jobs go on from disk"
+        yield Finding(("redis",), told, "take it away, or use systemd or kuberay")
     if target in KUBERNETES:
-        if profile.image.gpu is None and profile.image.cpu is None:
-            remedy = "build one with `octavo deploy render --target container` and name it"
-            yield Finding(("image", "gpu"), "is missing: pods run an image", remedy)
         if beyond and security.tls_secret is None and not security.plain_http:
             remedy = "give tls_secret, or plain_http: true where the network is yours alone"
             yield Finding(listen, "is beyond the loopback without TLS", remedy)

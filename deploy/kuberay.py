@@ -37,6 +37,7 @@ from deploy.ray_options import (
     DASHBOARD_PORT,
     GCS_PORT,
     LOOPBACK,
+    OPEN_FILES,
     api_options,
     environment,
     head_options,
@@ -171,8 +172,9 @@ def _head(
     # Kubernetes lets a volume's group read the key, which the controller refuses: a copy of ours.
     copied = f"umask 077; mkdir -p {OWN_TLS}; cp {TLS_FOLDER}/tls.* {OWN_TLS}; " if files else ""
     command = (
-        f"{copied}exec python -m deploy.serve {storage.home.path} --address $POD_IP:{GCS_PORT} "
-        f"{api_options(profile, *files)} --grace {GRACE_S - 30} --head -- {' '.join(options)}"
+        f"{copied}{OPEN_FILES}; exec python -m deploy.serve {storage.home.path} "
+        f"--address $POD_IP:{GCS_PORT} {api_options(profile, *files)} "
+        f"--grace {GRACE_S - 30} --head -- {' '.join(options)}"
     )
     variables = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -228,7 +230,7 @@ def _worker_group(profile: ClusterProfile, group: NodeGroup) -> Object:
         "name": "ray-worker",
         "image": image or profile.image.gpu or profile.image.cpu,
         "command": ["/bin/bash", "-c", "--"],
-        "args": [f'ulimit -n 65536 2>/dev/null; exec /bin/bash -c "${GENERATED}"'],
+        "args": [f'{OPEN_FILES}; exec /bin/bash -c "${GENERATED}"'],
         "env": _variables(profile, group),
         "resources": {"requests": limits, "limits": dict(limits)},
         "securityContext": container_security(profile, rdma=bool(group.gpus)),

@@ -14,6 +14,7 @@ from typing import Any
 from deploy.cluster_profile import ClusterProfile, NodeGroup, Target
 from deploy.ray_options import (
     GCS_PORT,
+    OPEN_FILES,
     api_options,
     environment,
     head_options,
@@ -63,7 +64,7 @@ def head_commands(profile: ClusterProfile, *, own_hosts: bool) -> list[str]:
     given = exports(environment(profile))
     return [
         f"{bin_folder}ray stop",
-        f"{given}; ulimit -n 65536; {bin_folder}ray start --head {' '.join(options)}",
+        f"{given}; {OPEN_FILES}; {bin_folder}ray start --head {' '.join(options)}",
         f"{given}; {bin_folder}python -m deploy.serve {profile.storage.home.path} "
         f"--address {address}:{GCS_PORT} --once "
         f"{api_options(profile, security.tls_cert, security.tls_key)}",
@@ -81,14 +82,16 @@ def worker_commands(profile: ClusterProfile, *, own_hosts: bool) -> list[str]:
         start = _start_by_address(profile, bin_folder)
     else:
         start = f"ray start --address=$RAY_HEAD_IP:{GCS_PORT}"
-    return [f"{bin_folder}ray stop", f"{given}; ulimit -n 65536; {start}"]
+    return [f"{bin_folder}ray stop", f"{given}; {OPEN_FILES}; {start}"]
 
 
 def _start_by_address(profile: ClusterProfile, bin_folder: str) -> str:
     cases = []
     for group in profile.node_groups:
         options = shell_words(node_options(group))
-        more = exports(environment(profile, group))
+        common = environment(profile)
+        own = environment(profile, group).items()
+        more = exports({name: value for name, value in own if common.get(name) != value})
         pattern = "|".join(f"*' {host} '*" for host in group.hosts)
         cases.append(
             f"{pattern}) {more}; exec {bin_folder}ray start "
@@ -141,12 +144,15 @@ def _container(profile: ClusterProfile) -> Object:
     ]
     if profile.network.rdma != "none":
         options.append("--device=/dev/infiniband")
-    return {
-        "image": image.gpu or image.cpu or f"{CONTAINER}:gpu",
+    found: Object = {
+        "image": image.gpu or image.cpu,
         "container_name": CONTAINER,
         "pull_before_run": True,
         "run_options": options,
     }
+    if image.gpu is not None and image.cpu is not None:
+        found["head_image"] = image.cpu
+    return found
 
 
 def _node_types(profile: ClusterProfile, target: Target) -> Object:

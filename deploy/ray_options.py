@@ -18,6 +18,8 @@ DASHBOARD_PORT = 8265
 NODE_GROUP_VARIABLE = "RAY_NODE_TYPE_NAME"
 """Ray makes its label ``ray.io/node-group`` of it."""
 LOOPBACK = "127.0.0.1"
+OPEN_FILES = 'ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"'
+"""For a shell: as many as Ray wants, or as many as it may have."""
 
 
 def ray_version() -> str:

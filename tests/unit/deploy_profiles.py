@@ -50,7 +50,11 @@ node_groups:
   - {name: cpu, cpus: 32, memory: 128Gi, count: 1, hosts: [10.0.0.4]}
 network: {interface: eth0}
 security: {listen: 10.0.0.1, tls_cert: /etc/octavo/api.pem, tls_key: /etc/octavo/api.key}
-redis: {address: "10.0.0.9:6379", password_file: /etc/octavo/redis}
+"""
+
+WITH_REDIS = f"""\
+{OWN_HOSTS}
+redis: {{address: "10.0.0.9:6379", password_file: /etc/octavo/redis}}
 """
 
 SLURM = """\
@@ -76,7 +80,7 @@ PROFILES: dict[Target, str] = {
     "azure": CLOUD.replace("HEAD", "Standard_D8s_v5").replace("GPU", "Standard_ND96isr_H100_v5"),
     "on-prem": OWN_HOSTS,
     "slurm": SLURM,
-    "systemd": OWN_HOSTS,
+    "systemd": WITH_REDIS,
     "container": KUBERNETES,
 }
 

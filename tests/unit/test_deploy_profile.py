@@ -6,7 +6,7 @@ import pytest
 
 from deploy.cluster_profile import Target, parse_profile
 from orchestrator.spec_errors import SpecError
-from tests.unit.deploy_profiles import CLOUD, KUBERNETES, OWN_HOSTS, PROFILES, SLURM
+from tests.unit.deploy_profiles import CLOUD, KUBERNETES, OWN_HOSTS, PROFILES, SLURM, WITH_REDIS
 
 GROUP = "{name: a, device: h100, gpus: 8, cpus: 96, memory: 1Ti, count: 2}"
 
@@ -74,6 +74,7 @@ def test_what_a_target_needs_is_said_before_anything_is_rendered() -> None:
     assert any("head.address: is missing" in p for p in told)
     assert any("names 0 hosts, and the group has 2" in p for p in told)
     assert any("one size" in p for p in problems(KUBERNETES, "slurm"))
+    assert any("redis: {" in p and "is not used by" in p for p in problems(WITH_REDIS, "on-prem"))
     twice = OWN_HOSTS.replace("10.0.0.4", "10.0.0.3")
     assert any("is named twice" in p for p in problems(twice, "systemd"))
 

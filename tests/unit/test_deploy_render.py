@@ -12,7 +12,7 @@ import yaml
 from deploy.cluster_profile import TARGETS, Target
 from deploy.rendered import Rendered, differences, write
 from orchestrator.on_ray import CLUSTER_ENVIRONMENT
-from tests.unit.deploy_profiles import CLOUD, GOLDEN, OPEN, OWN_HOSTS, rendered
+from tests.unit.deploy_profiles import CLOUD, GOLDEN, OPEN, WITH_REDIS, rendered
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -155,7 +155,7 @@ def test_a_host_finds_its_group_by_its_address() -> None:
 
 
 def test_a_redis_is_asked_for_by_the_head_alone() -> None:
-    head, *nodes = rendered("systemd", OWN_HOSTS)
+    head, *nodes = rendered("systemd", WITH_REDIS)
     assert "EnvironmentFile=/etc/octavo/redis" in head.text
     assert "Environment=RAY_REDIS_ADDRESS=10.0.0.9:6379" in head.text
     assert all("REDIS_ADDRESS" not in node.text for node in nodes)
