@@ -65,12 +65,13 @@ def read(rows: Sequence[Mapping[str, Any]]) -> list[NodeAnswer]:
 
 
 def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
+    from orchestrator.on_ray import CLUSTER_ENVIRONMENT, address_towards
+
+    # Before Ray is imported: it reads then that there is a token to send.
+    os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from orchestrator.on_ray import CLUSTER_ENVIRONMENT, address_towards
-
-    os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})
     ray.init(
         address=asked["address"],
         log_to_driver=False,
