@@ -312,7 +312,7 @@ _EXAMPLES: dict[Kind, tuple[Any, ...]] = {
             },
         ),
     ),
-    Kind.BODY_UNFIT: ("the body is nested deeper than 64 levels",),
+    Kind.BODY_UNFIT: ("body.to_step: is a whole number beyond 9007199254740991",),
     Kind.TOO_MANY_REQUESTS: ("the token 'ci' asks more than 100 times a second: again in 1 s",),
     Kind.FAILED: ("the controller failed on this request (RuntimeError)",),
     Kind.STORE_UNAVAILABLE: (
