@@ -65,12 +65,14 @@ def doctor(
 
         found = examine(gather(folder, wandb=not no_wandb))
     else:
-        found = compare(_nodes(kept, group, address, folder))
+        found = compare(_nodes(kept, group, address, folder, wandb=not no_wandb))
     _show(found, output)
     raise typer.Exit(int(any(finding.level is Level.error for finding in found)))
 
 
-def _nodes(home: Home, group: str, address: str | None, folder: str) -> list[NodeAnswer]:
+def _nodes(
+    home: Home, group: str, address: str | None, folder: str, *, wandb: bool
+) -> list[NodeAnswer]:
     """Raises CommandError where the cluster can't be asked, or has no such group."""
     from orchestrator.doctor_nodes import ClusterUnreachableError, ask
 
@@ -81,7 +83,8 @@ def _nodes(home: Home, group: str, address: str | None, folder: str) -> list[Nod
         raise CommandError(message, remedy, UNREACHABLE)
     try:
         with _mark(Path(folder)) as mark:
-            answers = ask(where, None if group == EVERY else group, folder, mark)
+            named = None if group == EVERY else group
+            answers = ask(where, named, folder, mark, wandb=wandb)
     except ClusterUnreachableError as error:
         remedy = "run it on a node of the cluster, as the user that Ray runs as (its token)"
         raise CommandError(str(error), remedy, UNREACHABLE) from None

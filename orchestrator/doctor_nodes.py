@@ -30,10 +30,12 @@ class ClusterUnreachableError(ConnectionError):
     """Ray can't be asked; the message says why."""
 
 
-def ask(address: str, group: str | None, folder: str, seen: str) -> list[NodeAnswer]:
+def ask(
+    address: str, group: str | None, folder: str, seen: str, *, wandb: bool = True
+) -> list[NodeAnswer]:
     """The answers of the nodes of ``group``, None: of all. Raises ClusterUnreachableError."""
-    command = [sys.executable, "-m", "orchestrator.doctor_nodes"]
-    command += [json.dumps({"address": address, "group": group, "folder": folder, "seen": seen})]
+    asked = {"address": address, "group": group, "folder": folder, "seen": seen, "wandb": wandb}
+    command = [sys.executable, "-m", "orchestrator.doctor_nodes", json.dumps(asked)]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOGETHER_S
@@ -90,7 +92,9 @@ def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
             # Ray remembers every node that it ever lost.
             continue
         here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        reference = task.options(scheduling_strategy=here).remote(asked["folder"], asked["seen"])
+        reference = task.options(scheduling_strategy=here).remote(
+            asked["folder"], asked["seen"], wandb=asked["wandb"]
+        )
         references[reference] = NodeAnswer(address, group, None, asked=time.time())
     deadline = time.monotonic() + NODE_S
     pending = list(references)
