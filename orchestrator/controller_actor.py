@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.controller import Controller
 from orchestrator.home import Home, Server
-from orchestrator.listening import check_listening
+from orchestrator.listening import Certificate, check_listening
 from orchestrator.node_groups import RayNodeGroups
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
@@ -77,6 +77,15 @@ class ControllerActor:
             ssl_keyfile=config.tls_key,
         )
         serve = uvicorn.Server(settings)
+        if config.tls_cert is not None and config.tls_key is not None:
+            certificate = Certificate(config.tls_cert, config.tls_key)
+            threading.Thread(
+                # Of uvicorn's, which it makes when it starts.
+                target=certificate.keep,
+                args=(lambda: getattr(settings, "ssl", None), threading.Event()),
+                name="certificate",
+                daemon=True,
+            ).start()
         threading.Thread(
             target=serve.run, kwargs={"sockets": [listening]}, name="api", daemon=True
         ).start()

@@ -4,22 +4,29 @@ Promises: beyond this machine's loopback a controller listens only over TLS, or 
 in so many words that it needn't (``plain_http``): a token on a network in the clear is everybody's.
 Files that TLS can't be done with are refused before anything starts. A client of the home trusts
 the home's own certificate and no other one, whatever name it carries; a client elsewhere trusts the
-system's authorities, or those of ``$OCTAVO_CA``, and looks at the name. Imports nothing heavy: the
-CLI reads it.
+system's authorities, or those of ``$OCTAVO_CA``, and looks at the name. A certificate that is
+replaced is taken without a restart. Imports nothing heavy: the CLI reads it.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
 import ssl
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchestrator.home import HomeConfig
 
+logger = logging.getLogger(__name__)
+
+RENEW_S = 5.0
+"""Seconds between two looks at whether a certificate was replaced."""
 CA_VARIABLE = "OCTAVO_CA"
 SECURE = "give it a certificate (--tls-cert, --tls-key), or --plain-http where the network is yours"
 
@@ -46,6 +53,41 @@ def check_listening(config: HomeConfig) -> None:
     elif not on_loopback(config.host) and not config.plain_http:
         told = f"it would listen on {config.host} without TLS, and its token go over the network"
         raise ListeningError(told, SECURE)
+
+
+class Certificate:
+    """A certificate and its key in files, which are replaced before it ends, as every few weeks."""
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._files = (cert, key)
+        self._seen = self._look()
+
+    def renew(self, context: ssl.SSLContext) -> bool:
+        """Let new connections of ``context`` have what is in the files now, where that has changed;
+        whether it has. Files that don't belong together (yet) are left for the next time."""
+        seen = self._look()
+        if seen is None or seen == self._seen:
+            return False
+        try:
+            context.load_cert_chain(*self._files, password="")
+        except (OSError, ValueError):
+            return False
+        self._seen = seen
+        return True
+
+    def keep(self, context: Callable[[], ssl.SSLContext | None], stop: threading.Event) -> None:
+        """``renew`` until ``stop``; ``context``: as soon as there is one."""
+        while not stop.wait(RENEW_S):
+            now = context()
+            if now is not None and self.renew(now):
+                logger.info("the API has the certificate that is in %s now", self._files[0])
+
+    def _look(self) -> tuple[tuple[int, int], ...] | None:
+        try:
+            found = [file.stat() for file in self._files]
+        except OSError:
+            return None
+        return tuple((at.st_ino, at.st_mtime_ns) for at in found)
 
 
 def on_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from orchestrator.api import create_app
 from orchestrator.cli import call
 from orchestrator.client import Client, UnreachableError
 from orchestrator.home import Home, HomeConfig, Server
-from orchestrator.listening import ListeningError, check_listening, on_loopback
+from orchestrator.listening import Certificate, ListeningError, check_listening, on_loopback
 from tests.unit.control_plane import ControlPlane
 
 
@@ -56,8 +57,11 @@ def certificate(folder: Path, address: str, name: str = "octavo") -> tuple[Path,
 
 
 @contextmanager
-def serving(plane: ControlPlane, home: Home, cert: Path, key: Path) -> Iterator[str]:
-    """The API over TLS, as the controller of ``home``; its URL."""
+def serving(
+    plane: ControlPlane, home: Home, cert: Path, key: Path, stop: threading.Event | None = None
+) -> Iterator[str]:
+    """The API over TLS, as the controller of ``home``; its URL. Until ``stop`` the certificate is
+    looked after."""
     token = home.token(create=True)
     assert token
     settings = uvicorn.Config(
@@ -76,6 +80,9 @@ def serving(plane: ControlPlane, home: Home, cert: Path, key: Path) -> Iterator[
     port = server.servers[0].sockets[0].getsockname()[1]
     url = f"https://127.0.0.1:{port}"
     home.write_server(Server(url, port, 0))
+    if stop is not None:
+        keep = Certificate(cert, key).keep
+        threading.Thread(target=keep, args=(lambda: settings.ssl, stop), daemon=True).start()
     yield url
     server.should_exit = True
     thread.join(5)
@@ -160,3 +167,23 @@ def test_a_client_elsewhere_takes_an_authority_by_file_and_looks_at_the_name(
             assert call(["list", "--ca", str(cert)]) == code
             assert call(["list", "--ca", str(tmp_path / "none")]) == 1
             assert "none can't be read: No such file" in capsys.readouterr().err
+
+
+def test_a_certificate_that_is_replaced_is_taken_without_a_restart(
+    plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.listening.RENEW_S", 0.02)
+    cert, key = certificate(tmp_path / "tls", "127.0.0.1")
+    new = certificate(tmp_path / "tls", "127.0.0.1", "new")
+    home, stop = Home(tmp_path / "home"), threading.Event()
+    home.create(HomeConfig(tls_cert=cert, tls_key=key))
+    with serving(plane, home, cert, key, stop):
+        assert Client.of_home(home).jobs() == []
+        # One after the other, as files are: what is between is no pair, and is not taken.
+        new[0].replace(cert)
+        new[1].replace(key)
+        deadline = time.monotonic() + 30
+        while not Client.of_home(home).healthy() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert Client.of_home(home).jobs() == []
+        stop.set()
