@@ -3,8 +3,8 @@
     docker build -f Containerfile.gpu -t registry.example.com/octavo:0.1.0 PATH-OF-A-CHECKOUT
 
 Promises: pure; the base is pinned; the image's own torch, CUDA and Transformer Engine are not
-touched; processes run as an ordinary user; no secret is in a layer. What a build asks of an index
-is pinned by the checkout's ``constraints.txt``.
+touched (``image_packages``); processes run as an ordinary user; no secret is in a layer. What a
+build asks of an index is pinned by the checkout's ``constraints.txt``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IGNORED = (".git", ".venv", "**/__pycache__", "runs", "build", "dist", "*.egg-in
 
 def gpu_file(profile: ClusterProfile) -> str:
     """The GPU image's file."""
-    # 1000 is taken in the image (ubuntu): it is renamed out of the way.
+    # Id 1000 is ubuntu's in the image, which nobody is.
     return f"""\
 # Rendered by `octavo deploy`; change cluster.yaml and render it again.
 #   docker build -f Containerfile.gpu -t NAME:TAG CHECKOUT
@@ -34,17 +34,16 @@ FROM {profile.image.gpu_base}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 COPY . /opt/octavo-source
 WORKDIR /opt/octavo-source
-# The image's own torch, NCCL and Transformer Engine belong together and stay as they are: what is
-# installed beside them is held to the versions there (PIP_CONSTRAINT is NVIDIA's), and to ours.
-RUN python -c 'import torch, transformer_engine.pytorch; print(torch.__version__)' \\
- && pip list --format=freeze | grep -iE '^(torch|triton|numpy|transformer)' > /tmp/kept.txt \\
- && grep -viE '^(torch|triton|numpy|transformer|pip|setuptools|wheel|#)' constraints.txt \\
-    > /tmp/ours.txt \\
- && DS_BUILD_OPS=0 pip install --no-cache-dir --no-build-isolation -c /tmp/ours.txt . \\
- && pip list --format=freeze | grep -iE '^(torch|triton|numpy|transformer)' > /tmp/now.txt \\
- && diff /tmp/kept.txt /tmp/now.txt \\
- && rm -rf /opt/octavo-source /tmp/kept.txt /tmp/now.txt /tmp/ours.txt \\
- && (userdel --remove ubuntu 2>/dev/null || true)
+# What the image has stays as it is: its torch, NCCL and Transformer Engine belong together.
+RUN python -c 'import transformer_engine.pytorch' \\
+ && python deploy/image_packages.py /tmp \\
+ && pip list --format=freeze | grep -iE '^(torch|triton|transformer)' > /tmp/before.txt \\
+ && pip install --no-cache-dir --no-build-isolation -c /tmp/pinned.txt -r /tmp/wanted.txt \\
+ && pip install --no-cache-dir --no-build-isolation --no-deps -c /tmp/pinned.txt . \\
+ && pip list --format=freeze | grep -iE '^(torch|triton|transformer)' > /tmp/after.txt \\
+ && diff /tmp/before.txt /tmp/after.txt \\
+ && rm -rf /opt/octavo-source /tmp/*.txt \\
+ && (userdel --remove ubuntu 2> /dev/null || true)
 {_user(profile)}"""
 
 
@@ -61,8 +60,12 @@ RUN apt-get update \\
  && rm -rf /var/lib/apt/lists/*
 COPY . /opt/octavo-source
 WORKDIR /opt/octavo-source
-# torch comes first and pinned, as in `make install`; deepspeed's build imports it.
-RUN pip install --no-cache-dir -c constraints.txt setuptools wheel torch \\
+# torch comes first and pinned, as in `make install`; deepspeed's build imports it. Its builds for
+# CPUs, without gigabytes of CUDA, have an index of their own: --build-arg TORCH_INDEX=URL.
+ARG TORCH_INDEX=""
+RUN pip install --no-cache-dir -c constraints.txt setuptools wheel \\
+ && pip install --no-cache-dir -c constraints.txt \\
+    ${{TORCH_INDEX:+--index-url $TORCH_INDEX}} torch \\
  && pip install --no-cache-dir -c constraints.txt ninja numpy \\
  && pip install --no-cache-dir -c constraints.txt --no-build-isolation . \\
  && rm -rf /opt/octavo-source

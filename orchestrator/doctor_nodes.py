@@ -80,7 +80,7 @@ def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
         configure_logging=False,
         _node_ip_address=address_towards(asked["address"]),
     )
-    task = ray.remote(gather).options(num_cpus=0, max_retries=0)
+    task = ray.remote(gather)
     references: dict[Any, NodeAnswer] = {}
     answers: list[NodeAnswer] = []
     for node in ray.nodes():
@@ -92,9 +92,8 @@ def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
             # Ray remembers every node that it ever lost.
             continue
         here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        reference = task.options(scheduling_strategy=here).remote(
-            asked["folder"], asked["seen"], wandb=asked["wandb"]
-        )
+        placed = task.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+        reference = placed.remote(asked["folder"], asked["seen"], wandb=asked["wandb"])
         references[reference] = NodeAnswer(address, group, None, asked=time.time())
     deadline = time.monotonic() + NODE_S
     pending = list(references)
