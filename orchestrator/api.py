@@ -42,6 +42,7 @@ from typing import Any, get_origin
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.dependencies.models import Dependant
+from fastapi.responses import PlainTextResponse
 
 from monitoring.prometheus import CONTENT_TYPE, exposition
 from orchestrator.api_access import Gate
@@ -93,7 +94,9 @@ def _add_service(app: FastAPI, controller: Controller) -> None:
         """Whether the controller answers; without a token."""
         return {"status": "ok"}
 
-    @app.get("/metrics", response_class=Response, **told("service", None))
+    shown = ("text/plain", 'octavo_jobs{state="running"} 2.0\n')
+
+    @app.get("/metrics", response_class=PlainTextResponse, **told("service", None, example=shown))
     def metrics(_: Reader) -> Response:
         """Numbers of all jobs, in Prometheus' text form."""
         return Response(exposition(controller.numbers()), media_type=CONTENT_TYPE)

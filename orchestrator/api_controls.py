@@ -15,10 +15,10 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from orchestrator.access import Caller
-from orchestrator.api_docs import Submitter, told
+from orchestrator.api_docs import Submitter, takes, told
 from orchestrator.api_find import Found
 from orchestrator.api_limits import KEY, PAGE, Count, Key, Limit, Line, Wait
 from orchestrator.api_models import ControlPage, ControlShown
@@ -32,14 +32,10 @@ MOST_BATCHES = 10_000
 """Batches left out by one rollback."""
 
 
-def _example(**values: Any) -> ConfigDict:
-    return ConfigDict(extra="forbid", json_schema_extra={"examples": [values]})
-
-
 class Request(BaseModel):
     """What every control takes."""
 
-    model_config = _example(key="c0ffee", by="alice", reason="the data were wrong")
+    model_config = takes(key="c0ffee", by="alice", reason="the data were wrong")
 
     key: Key = ""
     """The client's, so that a request that is sent twice is done once; empty: made here."""
@@ -62,7 +58,7 @@ class Request(BaseModel):
 class RollbackRequest(Request):
     """Back to an earlier step, leaving batches out from there on."""
 
-    model_config = _example(to_step=80, skip=[90, 91], key="c0ffee")
+    model_config = takes(to_step=80, skip=[90, 91], key="c0ffee")
 
     to_step: Count
     skip: list[Count] = Field(default=[], max_length=MOST_BATCHES)
@@ -72,7 +68,7 @@ class RollbackRequest(Request):
 class PrecisionRequest(Request):
     """Layers to BF16 or back to FP8."""
 
-    model_config = _example(layers=["layers.*.mlp.down"], to="bf16")
+    model_config = takes(layers=["layers.*.mlp.down"], to="bf16")
 
     layers: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(
         min_length=1, max_length=1000
@@ -84,7 +80,7 @@ class PrecisionRequest(Request):
 class ExchangeRequest(Request):
     """What gradients cross the network in; auto: measured again, and the policy's from there."""
 
-    model_config = _example(to="auto")
+    model_config = takes(to="auto")
 
     to: Literal["fp8", "bf16", "auto"]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request, Security
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from orchestrator.access import Caller, Role
@@ -59,19 +59,36 @@ Submitter = Annotated[Caller, Security(caller_with, scopes=[Role.SUBMIT.value])]
 Admin = Annotated[Caller, Security(caller_with, scopes=[Role.ADMIN.value])]
 
 
+def takes(**example: Any) -> ConfigDict:
+    """Of a request's model: keys that it hasn't are refused; it is told with an example, and its
+    fields with their docstrings."""
+    return ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_extra={"examples": [example]},
+    )
+
+
 def told(
-    tag: str, model: type[BaseModel] | None, *errors: int, status: int = 200, body: bool = False
+    tag: str,
+    model: type[BaseModel] | None,
+    *errors: int,
+    status: int = 200,
+    body: bool = False,
+    example: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """Arguments of a route's decorator.
 
-    ``model``: of its JSON answer; None: it answers in another form. ``errors``: beside those
-    that every route has; ``body``: it takes one.
+    ``model``: of its JSON answer; None: it answers in another form, of which ``example`` is the
+    media type and a piece. ``errors``: beside those that every route has; ``body``: it takes one.
     """
     common = (401, 403, 422, 429, 500, 503)
     every = sorted({*common, *errors, *((413, 415) if body else ())})
     responses = refusals(*every)
     if model is not None:
         responses[status] = {"model": model}
+    if example is not None:
+        responses[status] = {"content": {example[0]: {"example": example[1]}}}
     return {
         "tags": [tag],
         "responses": responses,

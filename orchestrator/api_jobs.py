@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from orchestrator.access import Role
-from orchestrator.api_docs import Reader, Submitter, told
+from orchestrator.api_docs import Reader, Submitter, takes, told
 from orchestrator.api_find import Found
 from orchestrator.api_limits import PAGE, After, Key, Limit, Line, Wait, on_one_line
 from orchestrator.api_models import (
@@ -50,14 +50,7 @@ _EXAMPLE_SPEC: dict[str, Any] = {
 class Submission(BaseModel):
     """A job as a client sends it."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [
-                {"spec": _EXAMPLE_SPEC, "file": "job.yaml", "key": "c0ffee", "by": "alice"}
-            ]
-        },
-    )
+    model_config = takes(spec=_EXAMPLE_SPEC, file="job.yaml", key="c0ffee", by="alice")
 
     spec: dict[str, Any] = Field(description="The job file's contents.")
     file: Line = Field("request", max_length=4096)
@@ -71,9 +64,7 @@ class Submission(BaseModel):
 class Ask(BaseModel):
     """Why something is asked for."""
 
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"reason": "the data were wrong"}]}
-    )
+    model_config = takes(reason="the data were wrong")
 
     reason: Line = Field("asked over the API", max_length=1000)
 
@@ -81,12 +72,7 @@ class Ask(BaseModel):
 class AskToResume(Ask):
     """Why, and with which degrees from now on."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [{"reason": "a node is back", "parallelism": {"data": 2, "pipeline": 1}}]
-        },
-    )
+    model_config = takes(reason="a node is back", parallelism={"data": 2, "pipeline": 1})
 
     parallelism: dict[Word, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = {}
 

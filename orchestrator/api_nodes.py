@@ -10,9 +10,9 @@ import time
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from orchestrator.api_docs import Admin, Reader, told
+from orchestrator.api_docs import Admin, Reader, takes, told
 from orchestrator.api_limits import PAGE, Limit, Line
 from orchestrator.api_models import Node, NodePage
 from orchestrator.controller import Controller
@@ -30,12 +30,7 @@ NodeWord = Annotated[
 class QuarantineRequest(BaseModel):
     """Leave a node out."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [{"reason": "its fan fails", "by": "alice", "seconds": 7200}]
-        },
-    )
+    model_config = takes(reason="its fan fails", by="alice", seconds=7200)
 
     reason: Line = Field(min_length=1, max_length=1000)
     by: Line = Field("", max_length=200)
@@ -46,7 +41,7 @@ class QuarantineRequest(BaseModel):
 class ReleaseRequest(BaseModel):
     """Take a node back."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"by": "alice"}]})
+    model_config = takes(by="alice")
 
     by: Line = Field("", max_length=200)
 

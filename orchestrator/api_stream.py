@@ -48,6 +48,16 @@ PAGE = 500
 
 _PLACE = re.compile(r"^([0-9]{1,18})\.([0-9]{1,18})$")
 
+_SHOWN = """id: 12.0
+event: event
+data: {"id": 12, "job": "toy-1a2b3c", "kind": "training", "message": "Attempt 1 trains."}
+
+id: 12.0
+event: settled
+data: {"state": "succeeded"}
+
+"""
+
 Place = Annotated[str | None, Query(pattern=_PLACE.pattern, max_length=40)]
 LastId = Annotated[
     str,
@@ -60,7 +70,8 @@ def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) 
     """The two routes. What they need comes by dependencies, so that an unknown job is an answer
     and no stream that breaks off."""
     store = controller.store
-    sent_events = told("streams", None, 404, 409)
+    shown = ("text/event-stream", _SHOWN)
+    sent_events = told("streams", None, 404, 409, example=shown)
 
     @app.get("/v1/jobs/{job}/stream", response_class=EventSourceResponse, **sent_events)
     async def stream(

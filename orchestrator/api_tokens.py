@@ -10,10 +10,10 @@ import time
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from orchestrator.access import NAME, Role
-from orchestrator.api_docs import Admin, Reader, told
+from orchestrator.api_docs import Admin, Reader, takes, told
 from orchestrator.api_limits import PAGE, Limit
 from orchestrator.api_models import NewToken, RevokedTokens, TokenPage, WhoAmI
 from orchestrator.store import Store
@@ -29,10 +29,7 @@ TokenWord = Annotated[str, Path(max_length=100, description="Name or id.", examp
 class TokenRequest(BaseModel):
     """A token to be made."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{"name": "ci", "role": "submit", "seconds": 7776000}]},
-    )
+    model_config = takes(name="ci", role="submit", seconds=7776000)
 
     name: str = Field(pattern=NAME)
     """Whose it is: it owns the jobs that it submits."""
@@ -43,9 +40,7 @@ class TokenRequest(BaseModel):
 class RotationRequest(BaseModel):
     """Another token in place of the one there is."""
 
-    model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"seconds": 7776000, "overlap_s": 3600}]}
-    )
+    model_config = takes(seconds=7776000, overlap_s=3600)
 
     seconds: Lifetime = None
     overlap_s: float = Field(0.0, ge=0, le=30 * 86400, allow_inf_nan=False)

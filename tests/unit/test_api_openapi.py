@@ -81,6 +81,31 @@ def test_every_request_and_answer_has_examples_and_they_are_right(
     assert looked_at > 100
 
 
+def test_what_is_no_json_has_an_example_too(described: dict[str, Any]) -> None:
+    forms = {
+        form: content.get("example", "")
+        for _, _, operation in operations(described)
+        for form, content in operation["responses"].get("200", {}).get("content", {}).items()
+        if "json" not in form
+    }
+    assert set(forms) == {"text/event-stream", "text/plain"} and all(forms.values())
+
+
+def test_every_field_of_a_request_that_a_name_does_not_tell_is_described(
+    described: dict[str, Any],
+) -> None:
+    schemas = described["components"]["schemas"]
+    for name, field in (
+        ("Submission", "key"),
+        ("RollbackRequest", "skip"),
+        ("PrecisionRequest", "layers"),
+        ("QuarantineRequest", "seconds"),
+        ("RotationRequest", "overlap_s"),
+        ("TokenRequest", "name"),
+    ):
+        assert schemas[name]["properties"][field]["description"], (name, field)
+
+
 def test_errors_are_told_as_problems_with_an_example_of_each_kind(
     described: dict[str, Any],
 ) -> None:
