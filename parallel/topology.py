@@ -98,6 +98,7 @@ def stage_boundaries(costs: Sequence[float], required: Sequence[bool], stages: i
     if sum(required) < stages:
         raise ValueError(f"{sum(required)} transformer layers cannot fill {stages} stages")
     num_layers = len(costs)
+    most = _evenly(costs, required, stages)
     # best[stop]: (cost of the most expensive stage, boundaries) of layers [0, stop) in s stages.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for _ in range(stages):
@@ -106,12 +107,27 @@ def stage_boundaries(costs: Sequence[float], required: Sequence[bool], stages: i
             cost, has_required = 0.0, False
             for stop in range(start + 1, num_layers + 1):
                 cost += costs[stop - 1]
+                if cost > most:
+                    break  # an even cut does better, whatever comes before and after
                 has_required = has_required or required[stop - 1]
                 candidate = (max(worst, cost), [*cuts, stop])
                 if has_required and (stop not in extended or candidate < extended[stop]):
                     extended[stop] = candidate
         best = extended
     return best[num_layers][1]
+
+
+def _evenly(costs: Sequence[float], required: Sequence[bool], stages: int) -> float:
+    """Cost of the most expensive of stages with equally many required layers; the best is less.
+
+    With a margin for sums in another order.
+    """
+    each = [0.0] * stages
+    seen = 0
+    for cost, counts in zip(costs, required, strict=True):
+        seen += counts
+        each[max(0, seen - 1) * stages // sum(required)] += cost
+    return max(each) * (1 + 1e-9)
 
 
 def _replicas(parallelism: ParallelismConfig) -> int:
