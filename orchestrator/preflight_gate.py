@@ -15,12 +15,10 @@ from launch.preflight import Demand, Limits, Verdict
 from launch.rank_group import Seat
 from orchestrator.attempt import seats
 from orchestrator.notices import Notice
+from orchestrator.planning.memory import job_memory
 from orchestrator.protocol import ResumeState
 from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import ffn_size, slots_per_node
-
-STATE_BYTES = 16
-"""Bytes of training state a parameter: weights and gradients in BF16, FP32 masters and moments."""
+from orchestrator.spec_completion import slots_per_node
 
 
 class Checks(Protocol):
@@ -94,28 +92,25 @@ def told(verdict: Verdict, addresses: Mapping[str, str]) -> Notice:
 
 
 def demand_of(spec: JobSpec, folder: str) -> Demand:
-    """What a job asks of each of its nodes, as far as its spec tells: a factory's model has a
-    size that only its ranks know."""
-    degrees = spec.parallelism
-    ranks = slots_per_node(spec)
-    count = 0 if spec.model.factory is not None else parameters(spec)
-    a_rank = count * STATE_BYTES // (degrees.tensor * degrees.pipeline)
-    on_gpu = spec.gpus_per_node is not None
+    """What a completed job asks of each of its nodes, as far as its spec tells: a factory's model
+    has a size that only its ranks know.
+
+    Of memory only what is certain: weights, masters, moments and gradients. On CPU the mean of its
+    nodes, where stages differ.
+    """
+    degrees, on_gpu = spec.parallelism, spec.gpus_per_node is not None
+    memory, disk = 0, 0
+    if spec.model.factory is None:
+        foretold = job_memory(spec)
+        states = [rank.state for rank in foretold.stages]
+        of_stage = degrees.tensor * (degrees.data or 1)
+        memory = max(states) if on_gpu else sum(states) * of_stage // spec.num_nodes
+        disk = foretold.checkpoint
     return Demand(
-        ranks=ranks,
-        memory_bytes=a_rank if on_gpu else a_rank * ranks,
-        disk_bytes=count * STATE_BYTES,
+        ranks=slots_per_node(spec),
+        memory_bytes=memory,
+        disk_bytes=disk,
         folder=folder,
         on_gpu=on_gpu,
         transformer_engine=spec.fp8.backend == "transformer_engine" and spec.precision == "fp8",
     )
-
-
-def parameters(spec: JobSpec) -> int:
-    """Parameters of the built-in model, its norms left out."""
-    model = spec.model
-    width = model.hidden_size
-    kv_width = width * (model.num_kv_heads or model.num_heads) // model.num_heads
-    layer = 2 * width * width + 2 * width * kv_width + 3 * width * ffn_size(model)
-    tables = 1 if model.tie_embeddings else 2
-    return model.num_layers * layer + tables * model.vocab_size * width

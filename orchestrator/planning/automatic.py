@@ -7,13 +7,25 @@ completed spec has them written out, so whoever reads it later needs no search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from orchestrator.planning.devices import DEVICES
 from orchestrator.planning.estimate import Hardware
 from orchestrator.planning.fitting import node_changes, snapshot_changes
-from orchestrator.planning.search import FIXED, Choice, base_of, search
+from orchestrator.planning.search import (
+    FIXED,
+    Choice,
+    base_of,
+    degrees_of,
+    divisors,
+    search,
+    varied,
+)
 from orchestrator.spec import JobSpec
-from orchestrator.spec_errors import Finding
+from orchestrator.spec_checks import check_spec
+from orchestrator.spec_completion import slots_per_node
+from orchestrator.spec_errors import Finding, dotted
 
 AUTO = "auto"
 _PATH = ("parallelism",)
@@ -55,17 +67,29 @@ def choose(spec: JobSpec, data: Mapping[str, Any]) -> tuple[JobSpec | None, list
     hardware = Hardware.of(spec)
     best, _ = search(base_of(spec), hardware, fixed_keys(data), limit=1)
     if not best:
-        total = spec.training.train_batch_size
-        message = (
-            f"auto found no degrees for {spec.num_nodes} nodes that the checks accept and that can "
-            f"share train_batch_size {total}"
-        )
-        remedy = "choose a batch that more counts divide, or write degrees to see what is refused"
-        return None, [Finding(_PATH, message, remedy)]
+        return None, [_none_accepted(base_of(spec))]
     choice = best[0]
     if choice.estimate.fits:
         return choice.spec, []
     return None, [_misfit(choice, base_of(spec), hardware, fixed_keys(data))]
+
+
+def _none_accepted(base: JobSpec) -> Finding:
+    """That no degrees can be, with what the checks say of some that share the batch."""
+    slots = base.num_nodes * slots_per_node(base)
+    for ranks in divisors(slots):
+        degrees = replace(degrees_of(base), tensor=1, pipeline=ranks, micro=1)
+        some = varied(base, degrees)
+        found = check_spec(some, set(), check_data=False) if some is not None else []
+        # More stages than layers say nothing of the file.
+        first = next((f for f in found if f.path != (*_PATH, "pipeline")), None)
+        if first is not None:
+            key = dotted(first.path)
+            message = f"auto found no degrees; of tensor 1, pipeline {ranks}: {key} {first.message}"
+            return Finding(_PATH, message, first.remedy)
+    message = f"auto found no degrees of {slots} ranks whose replicas can share "
+    message += f"train_batch_size {base.training.train_batch_size}"
+    return Finding(_PATH, message, f"make it a multiple of {slots}, for example")
 
 
 def _misfit(least: Choice, base: JobSpec, hardware: Hardware, fixed: frozenset[str]) -> Finding:
@@ -83,4 +107,9 @@ def _misfit(least: Choice, base: JobSpec, hardware: Hardware, fixed: frozenset[s
         best = search(changed, hardware, fixed, limit=1)[0] if changed is not None else []
         if best and best[0].estimate.fits:
             return Finding(_PATH, message, f"write {words}")
-    return Finding(_PATH, message, "add nodes, or name another resources.device")
+    for larger in sorted(DEVICES.values(), key=lambda d: d.memory):
+        if larger.gpu == hardware.device.gpu and larger.memory > hardware.device.memory:
+            best = search(base, Hardware(larger, hardware.network), fixed, limit=1)[0]
+            if best and best[0].estimate.fits:
+                return Finding(_PATH, message, f"{larger.name} would do")
+    return Finding(_PATH, message, "add nodes, or choose a smaller model or seq_len")

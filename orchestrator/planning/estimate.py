@@ -63,6 +63,8 @@ class Estimate:
     """Forward and backward, without recompute."""
     ranks: int
     memory: JobMemory
+    device_bytes: int
+    """Of the rank that needs most."""
     host_room: int
     """Of a node's memory, for snapshots; 0: unknown."""
     traffic: Traffic
@@ -77,11 +79,6 @@ class Estimate:
     def device_room(self) -> int:
         """Of a device's memory, what can be used; 0: unknown."""
         return int(USABLE * self.hardware.device.memory)
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the rank that needs most."""
-        return self.memory.stages[self.memory.worst].total
 
     @property
     def fits_device(self) -> bool:
@@ -145,6 +142,7 @@ class Estimate:
                 "snapshot_a_rank": list(self.memory.snapshots),
                 "snapshots_a_node": self.memory.host,
                 "host_room": self.host_room,
+                "checkpoint": self.memory.checkpoint,
             },
             "fits": self.fits,
             "fits_device": self.fits_device,
@@ -192,13 +190,15 @@ def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> E
         step_time(shape, stage, training.seq_len, layout, wire, device, hardware.network, fp8=fp8)
         for stage in sorted(set(cut), key=cut.index)
     )
+    memory = job_memory(spec)
     return Estimate(
         hardware=hardware,
         parameters=shape.parameters,
         parameters_a_rank=max(held(shape, stage, degrees.tensor).total for stage in cut),
         flops_per_token=shape.flops_per_token(training.seq_len),
         ranks=degrees.tensor * degrees.pipeline * degrees.data,
-        memory=job_memory(spec),
+        memory=memory,
+        device_bytes=memory.stages[memory.worst].total,
         host_room=int(USABLE_HOST * device.host_memory * slots_per_node(spec)),
         traffic=sent,
         step=max(times, key=lambda step: step.total),

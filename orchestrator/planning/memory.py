@@ -68,6 +68,11 @@ class RankMemory:
         """All kinds together."""
         return sum(self.parts().values())
 
+    @property
+    def state(self) -> int:
+        """What is there from the first step to the last."""
+        return self.weights + self.masters + self.moments + self.gradients
+
     def parts(self) -> dict[str, int]:
         """By kind."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -83,6 +88,8 @@ class JobMemory:
     """Bytes of one snapshot of a rank of each stage."""
     host: int
     """Snapshots on the node that holds most, in its memory."""
+    checkpoint: int
+    """One checkpoint on disk: every rank writes its own state."""
 
     @property
     def worst(self) -> int:
@@ -92,23 +99,39 @@ class JobMemory:
 
 def job_memory(spec: JobSpec) -> JobMemory:
     """Of a completed spec with the built-in model."""
-    ranks = tuple(rank_memory(spec, stage) for stage in range(spec.parallelism.pipeline))
-    snapshots = tuple(snapshot_bytes(spec, stage) for stage in range(spec.parallelism.pipeline))
-    return JobMemory(ranks, snapshots, host_bytes(spec, snapshots))
+    degrees, training = spec.parallelism, spec.training
+    cut = stages(spec.model, training.seq_len, degrees.pipeline, degrees.tensor)
+    # Worked out once for stages that are alike: a pipeline may have a hundred.
+    alike = {(stage, _under_way(spec, i)): i for i, stage in enumerate(cut)}
+    ranks = {key: rank_memory(spec, i) for key, i in alike.items()}
+    snapshots = {stage: snapshot_bytes(spec, i) for (stage, _), i in alike.items()}
+    of_stages = tuple(snapshots[stage] for stage in cut)
+    return JobMemory(
+        tuple(ranks[stage, _under_way(spec, i)] for i, stage in enumerate(cut)),
+        of_stages,
+        host_bytes(spec, of_stages),
+        sum(of_stages) * degrees.tensor * (degrees.data or 1),
+    )
+
+
+def _under_way(spec: JobSpec, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at most: DeepSpeed's 1F1B schedule."""
+    accumulation = spec.training.gradient_accumulation_steps
+    assert accumulation is not None, "the spec is complete"
+    return min(spec.parallelism.pipeline - stage, accumulation)
 
 
 def rank_memory(spec: JobSpec, stage: int) -> RankMemory:
     """Of a rank of ``stage``."""
     degrees, training = spec.parallelism, spec.training
     assert degrees.data is not None and training.train_micro_batch_size_per_gpu is not None
-    assert training.gradient_accumulation_steps is not None
     shape, on_gpu, fp8 = shape_of(spec.model), bool(spec.gpus_per_node), spec.precision == "fp8"
     here = stages(spec.model, training.seq_len, degrees.pipeline, degrees.tensor)[stage]
     mine = held(shape, here, degrees.tensor)
     parts = degrees.data if degrees.zero_stage else 1
     widths = Widths.of(shape, degrees.tensor)
     tokens = training.train_micro_batch_size_per_gpu * training.seq_len
-    under_way = min(degrees.pipeline - stage, training.gradient_accumulation_steps)
+    under_way = _under_way(spec, stage)
     how = {
         "fp8": fp8,
         "on_gpu": on_gpu,

@@ -69,7 +69,7 @@ def estimate_lines(
     room = f" of {size(found.host_room)} ({USABLE_HOST:.0%} of its memory)" * bool(found.host_room)
     yield (
         f"snapshots in a node's memory: {size(found.memory.host)}{room}, "
-        f"{size(max(found.memory.snapshots))} each"
+        f"{size(max(found.memory.snapshots))} each; a checkpoint: {size(found.memory.checkpoint)}"
     )
     yield f"sent a step, by the rank that sends most: {size(found.traffic.total)}"
     yield from _parts(found.traffic.parts(), _WORDS, size)

@@ -44,8 +44,11 @@ class Traffic:
 
 def traffic(spec: JobSpec) -> Traffic:
     """Of a completed spec with the built-in model."""
-    degrees = spec.parallelism
-    each = [_of_stage(spec, stage) for stage in range(degrees.pipeline)]
+    pipeline, training = spec.parallelism.pipeline, spec.training
+    cut = stages(spec.model, training.seq_len, pipeline, spec.parallelism.tensor)
+    # Stages amid the pipeline differ by what they hold alone.
+    unlike = {(stage, i in (0, pipeline - 1)): i for i, stage in enumerate(cut)}
+    each = [_of_stage(spec, i) for i in unlike.values()]
     return Traffic(*(max(getattr(t, f.name) for t in each) for f in fields(Traffic)))
 
 

@@ -88,8 +88,9 @@ class TestAuto:
             (
                 {"training": {"train_batch_size": 7}, "model": {"num_layers": 1}},
                 "parallelism",
-                "can share train_batch_size 7",
+                "auto found no degrees",
             ),
+            ({"resources": {"min_nodes": 1}, "num_nodes": 7}, "parallelism", "min_nodes"),
             (
                 {"model": {"preset": "llama-405b"}, "training": {"seq_len": 8192}},
                 "parallelism",

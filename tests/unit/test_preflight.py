@@ -30,7 +30,7 @@ from launch.preflight import (
 )
 from launch.preflight_probes import Meeting, probe_links, probe_node
 from launch.rank_group import Seat
-from orchestrator.preflight_gate import PreflightGate, demand_of, parameters
+from orchestrator.preflight_gate import PreflightGate, demand_of
 from orchestrator.protocol import NodeSlot
 from orchestrator.spec_completion import complete
 from parallel.config import FP8Config
@@ -236,16 +236,20 @@ def test_without_preflight_nobody_is_asked(tmp_path: Path) -> None:
     assert not asked.newcomers
 
 
-def test_a_models_demand_is_that_of_its_parameters(tmp_path: Path) -> None:
-    spec = complete(scripted_job.spec())
+def test_a_models_demand_is_its_state_and_what_its_ranks_write(tmp_path: Path) -> None:
+    spec = complete(scripted_job.spec(precision="bf16", parallelism={"zero_stage": 1}))
+    data = spec.parallelism.data
+    assert data == 2
     layers = spec.model.num_layers
-    scope = PrecisionScope("fp8", FP8Config(), num_layers=layers, device="meta", compiled=False)
+    scope = PrecisionScope("bf16", FP8Config(), num_layers=layers, device="meta", compiled=False)
     with torch.device("meta"):
         modules = [p.build() for p in layer_plans(spec.model, seq_len=8, seed=0, scope=scope)]
-    matrices = sum(p.numel() for m in modules for p in m.parameters() if p.dim() > 1)
-    assert parameters(spec) == matrices
+    count = sum(p.numel() for module in modules for p in module.parameters())
     demand = demand_of(spec, "/jobs/a")
-    assert (demand.disk_bytes, demand.ranks, demand.folder) == (16 * matrices, 2, "/jobs/a")
+    assert (demand.ranks, demand.folder) == (2, "/jobs/a")
+    # Weights and gradients of each replica, masters and moments of both together.
+    assert demand.memory_bytes == pytest.approx((2 + 6) * data * count + 12 * count, rel=1e-6)
+    assert demand.disk_bytes == pytest.approx(2 * data * count + 12 * count, rel=1e-6)
 
 
 def test_ranks_start_once_their_nodes_have_passed_and_others_are_asked_for_where_not(
