@@ -387,7 +387,7 @@ def _error_of(error: Exception) -> CommandError | None:
             return CommandError(str(error), code=USAGE)
         case client.ClientError() if error.candidates:
             remedy = "\n".join(["name one of them:", *(f"    {word}" for word in error.candidates)])
-            return CommandError(str(error), remedy)
+            return CommandError(str(error), remedy, candidates=error.candidates)
         case client.ClientError() | OSError():
             return CommandError(str(error))
     return None

@@ -49,16 +49,23 @@ def print_json_line(value: object) -> None:
 
 
 class CommandError(Exception):
-    """Why a command gives up: what, what to do about it, the exit code, problems of a file."""
+    """Why a command gives up: what, what to do about it, the exit code, problems of a file, and
+    what an ambiguous name could mean."""
 
     def __init__(
-        self, message: str, remedy: str = "", code: int = 1, problems: Sequence[Problem] = ()
+        self,
+        message: str,
+        remedy: str = "",
+        code: int = 1,
+        problems: Sequence[Problem] = (),
+        candidates: Sequence[str] = (),
     ) -> None:
-        super().__init__(message, remedy, code, tuple(problems))
+        super().__init__(message, remedy, code, tuple(problems), tuple(candidates))
         self.message = message
         self.remedy = remedy
         self.code = code
         self.problems = tuple(problems)
+        self.candidates = tuple(candidates)
 
     def __str__(self) -> str:
         return self.message
@@ -77,6 +84,7 @@ class CommandError(Exception):
             "remedy": self.remedy,
             "exit_code": self.code,
             "problems": [problem.to_json() for problem in self.problems],
+            "candidates": list(self.candidates),
         }
 
 

@@ -412,6 +412,18 @@ def test_a_job_that_can_never_fit_is_not_told_to_be_resumed(plane: ControlPlane)
     assert could_go_on(rows[other])
 
 
+def test_a_name_of_several_jobs_is_told_with_those_it_could_mean(
+    home: Home, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twins = {plane.submit("twin"), plane.submit("twin")}
+    for command in ("status", "events", "logs", "cancel", "watch", "report", "pause", "resume"):
+        assert call([command, "twin", "-o", "json"]) == 1
+        assert set(json.loads(capsys.readouterr().err)["candidates"]) == twins
+    assert call(["status", "twin"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert {line.strip() for line in told[2:]} == twins and "name one of them" in told[1]
+
+
 def test_an_unknown_job_is_not_found(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "events", "logs", "cancel", "watch", "report"):
         assert call([command, "nobody"]) == 102
