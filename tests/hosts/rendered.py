@@ -4,18 +4,28 @@
                                               places processes, trains a job to its end
     python -m tests.hosts.rendered on-prem    the launcher's commands, as `ray up` runs them over
                                               ssh, a job by the API, and `octavo doctor --group`
+    python -m tests.hosts.rendered systemd    the units' commands, started again when they end; the
+                                              head's is told to end while a job trains: it pauses it
+                                              and its next start resumes it
+    python -m tests.hosts.rendered kuberay    the containers' commands and probes, with variables
+                                              that KubeRay would set, then a job
 
-Needs root and iproute2; `make deploy-hosts` runs both.
+Needs root and iproute2; `make deploy-hosts` runs all four.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -23,8 +33,10 @@ from deploy.cluster_profile import Target, parse_profile
 from deploy.rendered import Rendered
 from deploy.targets import render
 from orchestrator.client import Client
+from orchestrator.client_errors import ClientError
 from orchestrator.home import Home
 from tests.hosts.machines import Machines, environment
+from tests.hosts.network import ROOT
 
 SLOTS = 2
 TOGETHER_S = 300.0
@@ -48,20 +60,22 @@ wandb: {mode: disabled}
 
 
 def profile(machines: Machines, target: Target) -> str:
-    """A cluster profile of the machines; on-prem's head is a machine of its own."""
+    """A cluster profile of the machines; the head of hosts of one's own is a machine of its own."""
     shared = machines.folder
-    hosts = machines.addresses[1:] if target == "on-prem" else machines.addresses
-    named = f", hosts: [{', '.join(hosts)}]" if target == "on-prem" else ""
+    own = target in ("on-prem", "systemd")
+    hosts = machines.addresses if target == "slurm" else machines.addresses[1:]
+    named = f", hosts: [{', '.join(hosts)}]" if own else ""
     return f"""\
 name: tried
 head: {{address: {machines.addresses[0]}}}
 node_groups:
   - {{name: cpu, cpus: {SLOTS}, memory: 4Gi, shared_memory: 1Gi, count: {len(hosts)}{named}}}
 network: {{interface: eth0}}
+image: {{cpu: "octavo:tried"}}
 hosts: {{environment: {ENVIRONMENT}}}
 storage: {{home: {{path: {shared}/home}}, jobs: {{path: {shared}/jobs}}}}
 security:
-  {{ray_token_file: {shared}/token, listen: {machines.addresses[0]}, plain_http: true, port: 8443}}
+  {{ray_token_file: {shared}/token, listen: {machines.addresses[0]}, plain_http: true}}
 """
 
 
@@ -162,12 +176,150 @@ def run_on_prem(machines: Machines) -> dict[str, object]:
     }
 
 
+def run_systemd(machines: Machines) -> dict[str, object]:
+    """The units' commands; a job that lives through the end of the head's. The job at its end."""
+    write_token(machines)
+    head, *nodes = files(machines, "systemd")
+    folder = machines.folder
+    services = []
+    for machine, unit in [(machines.hosts[0], head), *((m, nodes[0]) for m in machines.hosts[1:])]:
+        env, command = unit_command(unit.text, folder)
+        # As `Restart=always` does.
+        script = f"while true; do {command}; sleep 1; done"
+        with (machine.folder / "unit.log").open("w") as out:
+            services.append(
+                machine.host.popen(
+                    machine.command(["bash", "-c", script]),
+                    env={**environment(folder), **env},
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    home = Home(folder / "home")
+    client = reached(home)
+    spec = yaml.safe_load(JOB)
+    spec["training"]["steps"] = 60
+    job = str(client.submit(spec, "job.yaml", key="rendered")["id"])
+    awaited(home, job, lambda found: found["step"] >= 3, "its first steps")
+    # As `systemctl restart` does: the unit's own process is signalled.
+    (shell,) = children(services[0].pid)
+    (serving,) = children(shell)
+    os.kill(serving, signal.SIGTERM)
+    found = awaited(home, job, lambda found: found["state"] == "succeeded", "its end")
+    kinds = [event["kind"] for event in reached(home).events(job)["events"]]
+    return {
+        "job": {k: found[k] for k in ("id", "state", "step", "reason", "nodes")},
+        "events": kinds,
+    }
+
+
+def run_kuberay(machines: Machines) -> dict[str, object]:
+    """The containers' commands until their probes pass, then a job; the job at its end."""
+    token = write_token(machines)
+    (file,) = files(machines, "kuberay")
+    cluster = next(d for d in yaml.safe_load_all(file.text) if d["kind"] == "RayCluster")["spec"]
+    (group,) = cluster["workerGroupSpecs"]
+    flags = "".join(f" --{name}={value}" for name, value in group["rayStartParams"].items())
+    address = f"{machines.addresses[0]}:6379"
+    generated = f"ray start --address={address} --metrics-export-port=8080 --block {flags}"
+    pods = [cluster["headGroupSpec"], *[group] * (len(machines.hosts) - 1)]
+    containers = [pod["template"]["spec"]["containers"][0] for pod in pods]
+    for machine, container in zip(machines.hosts, containers, strict=True):
+        env = {v["name"]: v["value"] for v in container["env"] if "value" in v}
+        # What KubeRay sets, and Kubernetes of the pod.
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token.read_text()}
+        env |= {"POD_IP": machine.address, "KUBERAY_GEN_RAY_START_CMD": generated}
+        env["PATH"] = f"{ENVIRONMENT}/bin:{os.environ['PATH']}"
+        with (machine.folder / "unit.log").open("w") as out:
+            machine.host.popen(
+                machine.command([*container["command"], *container["args"]]),
+                env={**environment(machines.folder), **env},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+    ready = []
+    began = time.monotonic()
+    for machine, container in zip(machines.hosts, containers, strict=True):
+        probe = [f"{ENVIRONMENT}/bin/python", *container["readinessProbe"]["exec"]["command"][1:]]
+        while subprocess.run(machine.command(probe), capture_output=True).returncode != 0:
+            if time.monotonic() - began > TOGETHER_S:
+                raise RuntimeError(f"{machine.address} does not become ready: {probe}")
+            time.sleep(1)
+        ready.append(round(time.monotonic() - began, 1))
+    home = Home(machines.folder / "home")
+    job = str(reached(home).submit(yaml.safe_load(JOB), "job.yaml", key="rendered")["id"])
+    found = awaited(home, job, lambda found: bool(found["settled"]), "its end")
+    return {
+        "ready_s": ready,
+        "job": {k: found[k] for k in ("id", "state", "step", "reason")},
+    }
+
+
+def unit_command(text: str, folder: Path) -> tuple[dict[str, str], str]:
+    """Environment and command of a unit, its credentials in a folder."""
+    lines = [line.replace("%d/ray-token", f"{folder}/token") for line in text.splitlines()]
+    given = [line.removeprefix("Environment=") for line in lines if line.startswith("Environment=")]
+    (command,) = [line.removeprefix("ExecStart=") for line in lines if "ExecStart=" in line]
+    return dict(line.split("=", 1) for line in given), command
+
+
+def children(pid: int) -> list[int]:
+    """Ids, out here, of what a process has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def reached(home: Home) -> Client:
+    """A client of the controller, once it answers."""
+    deadline = time.monotonic() + TOGETHER_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ClientError):
+            client = Client.of_home(home)
+            if client.healthy():
+                return client
+            client.close()
+        time.sleep(0.2)
+    raise RuntimeError(f"no controller after {TOGETHER_S:.0f} s")
+
+
+def awaited(
+    home: Home, job: str, done: Callable[[dict[str, Any]], bool], what: str
+) -> dict[str, Any]:
+    """The job, once ``done`` is true of it, through restarts of the controller."""
+    deadline = time.monotonic() + TOGETHER_S
+    found: dict[str, Any] = {}
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ClientError):
+            client = Client.of_home(home)
+            try:
+                found = client.job(job)
+            finally:
+                client.close()
+            if done(found):
+                return found
+        time.sleep(0.1)
+    raise RuntimeError(f"{job} did not come to {what} in {TOGETHER_S:.0f} s: {found}")
+
+
+RUNS: dict[str, tuple[Callable[[Machines], dict[str, object]], int]] = {
+    "slurm": (run_slurm, 2),
+    "on-prem": (run_on_prem, 3),
+    "systemd": (run_systemd, 3),
+    "kuberay": (run_kuberay, 3),
+}
+"""What runs a target, and on how many machines."""
+
+
 def main() -> int:
     """Entry of ``python -m tests.hosts.rendered``."""
-    for target in sys.argv[1:] or ["slurm", "on-prem"]:
+    for target in sys.argv[1:] or RUNS:
         began = time.monotonic()
-        with Machines(3 if target == "on-prem" else 2) as machines:
-            found = (run_on_prem if target == "on-prem" else run_slurm)(machines)
+        run, count = RUNS[target]
+        with Machines(count) as machines:
+            found = run(machines)
         print(
             json.dumps({"target": target, "seconds": time.monotonic() - began, **found}, indent=1)
         )
