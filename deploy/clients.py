@@ -6,6 +6,7 @@ each is run with a time-out, with no terminal to ask on, and what it said is tol
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,12 @@ from deploy.rendered import Rendered, write
 from deploy.systemd import HEAD_UNIT, TOKEN, node_unit
 from orchestrator.cli_show import USAGE, CommandError
 
+SDKS: dict[Target, tuple[str, ...]] = {
+    "aws": ("boto3",),
+    "gcp": ("googleapiclient",),
+    "azure": ("azure.identity", "azure.mgmt.compute"),
+}
+"""Modules that Ray's launcher imports for a cloud."""
 KUBECTL_S = 120.0
 LAUNCHER_S = 3600.0
 SBATCH_S = 60.0
@@ -45,6 +52,12 @@ def applying(
         command = ("kubectl", "apply", "--server-side", "--request-timeout=60s", "-f", name)
         said = f"apply {name} to namespace {profile.kubernetes.namespace} of `kubectl`'s cluster"
         return Step(command, KUBECTL_S, said)
+    if target in SDKS:
+        missing = [module for module in SDKS[target] if not _importable(module)]
+        if missing:
+            told = f"`ray up` wants the Python packages of {target}: {', '.join(missing)}"
+            remedy = "pip install boto3 | google-api-python-client | azure-identity azure-mgmt-…"
+            raise CommandError(told, f"{remedy}, or run `ray up {name}` where they are")
     if target in CLOUDS or target == "on-prem":
         ray = str(Path(sys.executable).with_name("ray"))
         return Step((ray, "up", "--yes", name), LAUNCHER_S, f"start {profile.name} by `ray up`")
@@ -103,6 +116,14 @@ def _run(
         raise CommandError(told, "look at the cluster, then say it again") from None
     except OSError as error:
         raise CommandError(f"{command[0]} can't be run: {error.strerror or error}") from None
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Of its parent.
+        return False
 
 
 def _wants(client: str, instead: str, where: str) -> None:

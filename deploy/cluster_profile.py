@@ -344,6 +344,24 @@ class ClusterProfile(_Section):
     prices: PricesConfig = PricesConfig()
 
 
+def hourly(profile: ClusterProfile) -> str:
+    """What the node groups cost an hour, from fewest nodes to most; empty without prices."""
+    prices = profile.prices.node_hour
+    if not prices:
+        return ""
+    groups = [(group, prices.get(group.name)) for group in profile.node_groups]
+    bounds = [
+        sum(price * number for (_, price), number in zip(groups, numbers, strict=True) if price)
+        for numbers in ([g.fewest for g, _ in groups], [g.most for g, _ in groups])
+    ]
+    low, high = (f"{bound:g}" for bound in bounds)
+    told = f"{low} {profile.prices.currency} an hour"
+    if low != high:
+        told = f"{low} to {high} {profile.prices.currency} an hour"
+    unknown = [group.name for group, price in groups if price is None]
+    return told + (f", without {', '.join(unknown)}" if unknown else "")
+
+
 def load_profile(path: Path, target: Target | None = None) -> tuple[ClusterProfile, Target]:
     """The profile in a file, and what it is for; raises ``SpecError`` with every problem."""
     return parse_profile(read_text(path), str(path), target)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.cli_options import OutputOption
-from orchestrator.cli_show import CommandError, Output, print_json
+from orchestrator.cli_show import USAGE, CommandError, Output, print_json
 
 if TYPE_CHECKING:
     from deploy.cluster_profile import ClusterProfile, Target
@@ -129,11 +129,15 @@ def apply(
 ) -> None:
     """Hand a target's files to its client: kubectl, ray up, sbatch, docker build."""
     from deploy.clients import applying, run_client
+    from deploy.cluster_profile import hourly
 
     checked, wanted, files = _rendered(profile, target, job)
     step = applying(checked, wanted, files, job)
-    if not yes and output is Output.table:
-        typer.confirm(f"{step.said}?", abort=True)
+    if not yes:
+        if output is Output.json:
+            raise CommandError("nobody can be asked with -o json", "say --yes", USAGE)
+        cost = hourly(checked)
+        typer.confirm(f"{step.said}{f' ({cost})' if cost else ''}?", abort=True)
     told = run_client(step, files)
     if output is Output.json:
         print_json({"target": wanted, "command": list(step.command), "output": told})
@@ -147,7 +151,6 @@ def _rendered(
     """Raises SpecError for a profile, or a job, that is wrong."""
     from deploy.cluster_profile import TARGETS, load_profile
     from deploy.targets import render as render_target
-    from orchestrator.cli_show import USAGE
     from orchestrator.spec_errors import nearest
 
     word = next((known for known in TARGETS if known == target), None)

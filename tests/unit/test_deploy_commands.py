@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 from orchestrator.cli import call
-from tests.unit.deploy_profiles import JOB, KUBERNETES, OWN_HOSTS, SLURM
+from tests.unit.deploy_profiles import JOB, KUBERNETES, OWN_HOSTS, PROFILES, SLURM
 
 
 @pytest.fixture
@@ -114,6 +115,28 @@ def test_a_client_that_is_not_there_is_told_with_what_to_do(
     assert call(["deploy", "apply", profile, "--target", "systemd", "--yes"]) == 1
     assert "systemctl enable --now octavo-head.service" in capsys.readouterr().err
     assert call(["deploy", "diff", profile, "--target", "systemd"]) == 2
+
+
+def test_apply_asks_with_what_it_costs_and_a_no_changes_nothing(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client(tmp_path / "bin", "kubectl", f"touch {tmp_path / 'applied'}", monkeypatch)
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert call(["deploy", "apply", profile]) == 130
+    assert "(55 to 440 USD an hour)" in capsys.readouterr().out
+    assert call(["deploy", "apply", profile, "-o", "json"]) == 2
+    assert not (tmp_path / "applied").exists()
+
+
+def test_a_clouds_packages_are_asked_for_before_its_launcher_fails_on_them(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(profile).write_text(PROFILES["azure"])
+    assert call(["deploy", "apply", profile, "--target", "azure", "--yes"]) == 1
+    assert "azure.identity" in capsys.readouterr().err
 
 
 def test_slurm_gets_script_and_job(
