@@ -24,7 +24,8 @@ class Device:
     name: str
     what: str
     source: str
-    gpu: bool
+    capability: tuple[int, int] | None
+    """CUDA compute capability, by which Transformer Engine runs recipes; None: a CPU."""
     memory: int
     """Bytes; 0: unknown, so that everything fits."""
     bf16: float
@@ -42,6 +43,11 @@ class Device:
     """Share of ``bf16`` that fused attention reaches, forward and backward together."""
     host_memory: int
     """Bytes of its node's memory that are a device's share, as such nodes are sold; 0: unknown."""
+
+    @property
+    def gpu(self) -> bool:
+        """Whether it is one."""
+        return self.capability is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ DEVICES: Mapping[str, Device] = {
             name="h100",
             what="NVIDIA H100 SXM5, 80 GB",
             source="NVIDIA H100 data sheet; 2 TB a node of 8: DGX H100 user guide",
-            gpu=True,
+            capability=(9, 0),
             memory=80 * GB,
             bf16=989e12,
             fp8=1979e12,
@@ -80,7 +86,7 @@ DEVICES: Mapping[str, Device] = {
             name="h200",
             what="NVIDIA H200 SXM, 141 GB",
             source="NVIDIA H200 data sheet; an H100 with more and faster memory",
-            gpu=True,
+            capability=(9, 0),
             memory=141 * GB,
             bf16=989e12,
             fp8=1979e12,
@@ -95,7 +101,7 @@ DEVICES: Mapping[str, Device] = {
             name="b200",
             what="NVIDIA B200 SXM, 180 GB",
             source="NVIDIA DGX B200 data sheet, an eighth of the system's",
-            gpu=True,
+            capability=(10, 0),
             memory=180 * GB,
             bf16=2250e12,
             fp8=4500e12,
@@ -110,7 +116,7 @@ DEVICES: Mapping[str, Device] = {
             name="a100",
             what="NVIDIA A100 SXM4, 80 GB; no FP8",
             source="NVIDIA A100 data sheet; arXiv 2104.04473",
-            gpu=True,
+            capability=(8, 0),
             memory=80 * GB,
             bf16=312e12,
             fp8=312e12,
@@ -125,7 +131,7 @@ DEVICES: Mapping[str, Device] = {
             name="l40s",
             what="NVIDIA L40S, 48 GB, on PCIe 4.0",
             source="NVIDIA L40S data sheet",
-            gpu=True,
+            capability=(8, 9),
             memory=48 * GB,
             bf16=362e12,
             fp8=733e12,
@@ -138,9 +144,9 @@ DEVICES: Mapping[str, Device] = {
         ),
         Device(
             name="cpu",
-            what="one core with AVX-512 or AMX in BF16; an order of magnitude, no more",
+            what="one core with AVX-512 or AMX in BF16",
             source="bench_fp8_linear on this project's machine",
-            gpu=False,
+            capability=None,
             memory=0,
             bf16=200e9,
             fp8=200e9,

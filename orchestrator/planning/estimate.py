@@ -27,7 +27,9 @@ from orchestrator.planning.shapes import held, shape_of, stages
 from orchestrator.planning.step_time import Layout, StepTime, Wire, step_time
 from orchestrator.planning.traffic import Traffic, traffic
 from orchestrator.spec import JobSpec
+from orchestrator.spec_backend import backend_of
 from orchestrator.spec_completion import slots_per_node
+from parallel.precision.choice import BackendRefusedError, recipes_on
 
 USABLE = 0.94
 """Of a device's memory: its allocator keeps holes."""
@@ -62,6 +64,8 @@ class Estimate:
     flops_per_token: float
     """Forward and backward, without recompute."""
     ranks: int
+    fp8_speed: bool
+    """Whether products run in the device's units for FP8."""
     memory: JobMemory
     device_bytes: int
     """Of the rank that needs most."""
@@ -132,6 +136,7 @@ class Estimate:
             "device": asdict(self.hardware.device),
             "network": asdict(self.hardware.network),
             "ranks": self.ranks,
+            "fp8_speed": self.fp8_speed,
             "parameters": self.parameters,
             "parameters_a_rank": self.parameters_a_rank,
             "flops_per_token": self.flops_per_token,
@@ -161,6 +166,20 @@ class Estimate:
         }
 
 
+def at_fp8_speed(spec: JobSpec, device: Device) -> bool:
+    """Whether products run in a device's units for FP8: in Transformer Engine, if it is installed.
+
+    Native FP8 has FP8's numbers at BF16's speed on a GPU; on CPU there is no other.
+    """
+    if spec.precision != "fp8" or device.capability is None:
+        return spec.precision == "fp8"
+    try:
+        native = backend_of(spec).backend == "native"
+    except BackendRefusedError:
+        native = True  # the checks refuse it
+    return not native and spec.fp8.recipe in recipes_on(device.capability)
+
+
 def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> Estimate:
     """Of a completed spec with the built-in model; ValueError for one of a factory."""
     if spec.model.factory is not None:
@@ -185,7 +204,7 @@ def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> E
         sent.gradient_exchange + sent.tied, sent.parameter_gather, sent.tensor, sent.pipeline
     )
     device = hardware.device
-    fp8 = spec.precision == "fp8"
+    fp8 = at_fp8_speed(spec, device)
     times = (
         step_time(shape, stage, training.seq_len, layout, wire, device, hardware.network, fp8=fp8)
         for stage in sorted(set(cut), key=cut.index)
@@ -197,6 +216,7 @@ def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> E
         parameters_a_rank=max(held(shape, stage, degrees.tensor).total for stage in cut),
         flops_per_token=shape.flops_per_token(training.seq_len),
         ranks=degrees.tensor * degrees.pipeline * degrees.data,
+        fp8_speed=fp8,
         memory=memory,
         device_bytes=memory.stages[memory.worst].total,
         host_room=int(USABLE_HOST * device.host_memory * slots_per_node(spec)),

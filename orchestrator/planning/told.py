@@ -49,7 +49,9 @@ def estimate_lines(
 ) -> Iterator[str]:
     """The estimate of a job, without the ``#``."""
     device, network = found.hardware.device, found.hardware.network
-    yield f"on {found.ranks} × {device.what}; nodes on {network.what}"
+    speed = "FP8's speed, as Transformer Engine has it" if found.fp8_speed else "BF16's speed"
+    products = f"; products at {speed}" if device.gpu else ""
+    yield f"on {found.ranks} × {device.what}{products}; nodes on {network.what}"
     yield (
         f"parameters: {_count(found.parameters)}, a rank holds {_count(found.parameters_a_rank)}; "
         f"{_count(found.tokens)} tokens a step"
@@ -90,7 +92,7 @@ def estimate_lines(
 def _verdict(found: Estimate, fitting: Sequence[Remedy]) -> Iterator[str]:
     if found.fits:
         known = found.device_room or found.host_room
-        yield "fits" if known else "fits, as far as is known: this machine's memory isn't"
+        yield "fits" if known else "fits, as far as is known: how much memory the nodes have isn't"
         return
     what = "the device" if not found.fits_device else "the nodes' memory, for its snapshots"
     yield f"DOES NOT FIT {what}"

@@ -1,4 +1,4 @@
-"""Memory that `octavo plan` foretells against what ranks on this machine really take.
+"""Memory and traffic that `octavo plan` foretells against those of real ranks on this machine.
 
     python -m tests.benchmarks.bench_plan [--only NAME …]
 
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.planning.memory import job_memory
+from orchestrator.planning.shapes import held, shape_of, stages
+from orchestrator.planning.traffic import exchanged_bytes
 from orchestrator.spec import JobSpec, spec_of
 from orchestrator.spec_errors import Source
 from parallel.topology import coordinates
@@ -69,8 +71,8 @@ def spec_of_setting(name: str) -> JobSpec:
     return spec_of(Source(name, values, {}), check_data=False)
 
 
-def peak(rank: int, world_size: int, spec: JobSpec) -> int:
-    """Peak resident bytes of one rank beyond what its imports took."""
+def measure(rank: int, world_size: int, spec: JobSpec) -> tuple[int, int]:
+    """Of one rank: peak resident bytes beyond what its code took, bytes exchanged a step."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # noqa: F401
     import torch
@@ -83,7 +85,7 @@ def peak(rank: int, world_size: int, spec: JobSpec) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
 
-    def run(of: JobSpec, steps: int) -> None:
+    def run(of: JobSpec, steps: int) -> int:
         engine = engine_of(of)
         ring = SnapshotRing(of.snapshots.keep, engine.live_tensors())
         training = of.training
@@ -97,14 +99,15 @@ def peak(rank: int, world_size: int, spec: JobSpec) -> int:
         for step in range(steps):
             ring.take(SnapshotKey("bench", 1, 0, rank, step), {})
             engine.train_step(batches(), 1e-4)
+        return int(engine.take_exchange_statistics()["bytes"]) // steps
 
     # A tiny model first: code and libraries are loaded as they are called.
     run(spec.model_copy(update={"model": spec.model.model_copy(update=TINY)}), 1)
     gc.collect()
     before = _status()["VmRSS"]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    run(spec, STEPS)
-    return 1024 * (_status()["VmHWM"] - before)
+    sent = run(spec, STEPS)
+    return 1024 * (_status()["VmHWM"] - before), sent
 
 
 def _status() -> Mapping[str, int]:
@@ -114,25 +117,35 @@ def _status() -> Mapping[str, int]:
     }
 
 
+def foretold_sent(spec: JobSpec, stage: int) -> int:
+    """Bytes that a rank of a stage is foretold to send of its gradients in a step."""
+    degrees = spec.parallelism
+    here = stages(spec.model, spec.training.seq_len, degrees.pipeline, degrees.tensor)[stage]
+    return exchanged_bytes(spec, held(shape_of(spec.model), here, degrees.tensor))
+
+
 def main() -> None:
     """Print a line a setting and pipeline stage."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    print(f"{'setting':<34} {'stage':>5} {'foretold':>9} {'measured':>9} {'off by':>7}")
+    print(
+        f"{'setting':<34} {'stage':>5} {'foretold':>9} {'measured':>9} {'off by':>7} "
+        f"{'sent':>12} {'measured':>12}"
+    )
     for name in parser.parse_args().only:
         spec = spec_of_setting(name)
         degrees = spec.parallelism
         assert degrees.data is not None
         world = degrees.data * degrees.tensor * degrees.pipeline
-        measured = run_ranks(peak, world, spec, timeout_s=600.0)
+        measured = run_ranks(measure, world, spec, timeout_s=600.0)
         memory = job_memory(spec)
         for stage, rank_memory in enumerate(memory.stages):
             foretold = rank_memory.total + (spec.snapshots.keep + 1) * memory.snapshots[stage]
             ranks = [r for r in range(world) if coordinates(r, degrees).pipe == stage]
-            found = max(measured[r] for r in ranks)
+            found, sent = (max(measured[r][i] for r in ranks) for i in (0, 1))
             print(
                 f"{name:<34} {stage:>5} {foretold / 1e6:>7.0f} M {found / 1e6:>7.0f} M "
-                f"{foretold / found - 1:>+7.1%}",
+                f"{foretold / found - 1:>+7.1%} {foretold_sent(spec, stage):>12,} {sent:>12,}",
                 flush=True,
             )
 

@@ -13,15 +13,18 @@ from orchestrator.spec import load_spec, parse_spec, spec_data, spec_yaml
 from tests.unit.plan_jobs import job, values
 from tests.unit.test_cli import call
 
-GPU = {"data": {"source": "python-stdlib"}, "parallelism": "auto"}
+AUTO = {"parallelism": "auto"}
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    return written(tmp_path, **GPU)
+    return written(tmp_path, **AUTO)
 
 
 def written(folder: Path, **given: object) -> str:
+    text = folder / "text.txt"
+    text.write_text("abc " * 4096)
+    given = {"data": {"source": str(text)}, **given}
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(values(**given), sort_keys=False))
     return str(path)

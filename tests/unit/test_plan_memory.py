@@ -224,6 +224,25 @@ class TestTraffic:
         assert both[1] == both[0] * 5 // 4
 
 
+class TestSpeed:
+    @pytest.mark.parametrize(
+        ("device", "fp8", "fast"),
+        [
+            ("h100", {"recipe": "delayed"}, True),
+            ("h100", {"recipe": "mxfp8"}, False),
+            ("b200", {"recipe": "mxfp8"}, True),
+            ("a100", {"recipe": "delayed"}, False),
+            ("h100", {"recipe": "delayed", "backend": "native"}, False),
+        ],
+    )
+    def test_fp8_is_fast_where_transformer_engine_runs_the_recipe(self, device, fp8, fast):
+        spec = job(fp8=fp8, resources={"device": device})
+        same = job(precision="bf16", resources={"device": device})
+        found, plain = (estimate(s, Hardware.of(s)) for s in (spec, same))
+        assert found.fp8_speed is fast
+        assert (found.step.products < plain.step.products) is fast
+
+
 class TestNames:
     def test_an_unknown_name_is_refused_with_those_that_there_are(self):
         with pytest.raises(UnknownNameError, match=r"did you mean 'h100'\? there are h100, h200"):
