@@ -20,7 +20,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "octavo submit job.yaml --key nightly-2026-11-30",
         "octavo submit job.yaml --dry-run",
     ),
-    "plan": ("octavo plan job.yaml", "octavo plan job.yaml -o json"),
+    "plan": (
+        "octavo plan job.yaml",
+        "octavo plan job.yaml --device b200 --network ib400 --price 4",
+        "octavo plan job.yaml -o json",
+        "octavo plan --presets",
+    ),
     "list": ("octavo list", "octavo list --mine --state running", "octavo list -o json"),
     "jobs": ("octavo jobs --mine",),
     "status": ("octavo status my-model", "octavo status my-model-1a2b -o json"),

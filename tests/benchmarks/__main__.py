@@ -22,6 +22,7 @@ BENCHMARKS = (
     "bench_fidelity",
     "bench_parity",
     "bench_detectors",
+    "bench_plan",
 )
 
 
