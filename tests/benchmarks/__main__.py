@@ -11,6 +11,7 @@ BENCHMARKS = (
     "bench_recovery",
     "bench_snapshots",
     "bench_checkpoints",
+    "bench_telemetry",
     "bench_detection",
     "bench_start",
     "bench_api",
