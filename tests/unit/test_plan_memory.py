@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from orchestrator.planning.search import degrees_of, varied
 from orchestrator.planning.shapes import held, shape_of, stages
 from orchestrator.planning.traffic import traffic
 from orchestrator.spec import JobSpec
+from parallel import tensor
 from parallel.config import FP8Config, ModelConfig
+from parallel.model_plan import recomputed
 from parallel.precision.scope import PrecisionScope
 from parallel.transformer import layer_plans
 from tests.unit.plan_jobs import job, jobs
@@ -212,6 +215,25 @@ class TestTraffic:
         once = traffic(job(parallelism={"zero_stage": 1}, training=micro))
         each = traffic(job(parallelism={"zero_stage": 2}, training=micro))
         assert each.gradient_exchange == 4 * once.gradient_exchange
+
+    @pytest.mark.parametrize("precision", ["fp8", "bf16"])
+    @pytest.mark.parametrize(("recompute", "sums"), [(False, 4), (True, 5)])
+    def test_a_layer_sums_as_often_as_is_told(self, precision, recompute, sums, monkeypatch):
+        counted: list[int] = []
+
+        def summed(x: torch.Tensor, group: object) -> torch.Tensor:
+            counted.append(x.numel())
+            return x.clone()
+
+        monkeypatch.setattr(tensor, "_summed", summed)
+        nobody: Any = None
+        shards = tensor.TensorGroup(nobody, 0, 1)
+        scope = PrecisionScope(precision, FP8Config(recipe="current"), num_layers=3, tensor=shards)
+        plan = layer_plans(MODEL, seq_len=8, seed=0, scope=scope, tensor=shards)[1]
+        layer = (recomputed(plan, scope.checkpoint) if recompute else plan).build()
+        x = torch.randn(2, 8, MODEL.hidden_size).bfloat16().requires_grad_()
+        layer(x).sum().backward()
+        assert counted == [x.numel()] * sums
 
     def test_tensor_ranks_sum_four_times_a_layer_and_five_with_recompute(self):
         both = [
