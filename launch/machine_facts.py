@@ -78,7 +78,7 @@ class MachineFacts:
     clock_synchronised: bool | None
     """None: it can't be asked."""
     token_file: str
-    """Of Ray; empty: there is none."""
+    """Of Ray; empty: there is none, or it has the token from its environment."""
     token_mode: int
     """Its permission bits."""
     storage: Mapping[str, Any]
@@ -102,7 +102,11 @@ def gather(folder: str, seen: str = "", *, wandb: bool = True) -> MachineFacts:
     # All at once: the bounds don't add up.
     driver, driver_cuda, driver_error, topology = _driver()
     told = {name: probe.answer() for name, probe in asked.items()}
-    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    token, mode = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"), 0
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        with suppress(OSError, RuntimeError):
+            token = token.expanduser()
+            mode = token.stat().st_mode & 0o777
     return MachineFacts(
         host=socket.gethostname(),
         clock=clock,
@@ -122,8 +126,8 @@ def gather(folder: str, seen: str = "", *, wandb: bool = True) -> MachineFacts:
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         processes=_limit(resource.RLIMIT_NPROC),
         clock_synchronised=_synchronised(),
-        token_file=str(token) if token.exists() else "",
-        token_mode=token.stat().st_mode & 0o777 if token.exists() else 0,
+        token_file=str(token) if mode else "",
+        token_mode=mode,
         storage=told["storage"],
         wandb=told.get("wandb", {}),
         seconds=time.monotonic() - began,

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CHUNK = 4 << 20
-MOST_BYTES = 256 << 20
+MOST_BYTES = 64 << 20
 MOST_S = 3.0
 """Written until one of both is reached."""
 CONNECT_S = 4.0

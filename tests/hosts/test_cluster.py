@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -32,6 +33,13 @@ def test_a_cluster_held_by_hand_takes_orders_and_leaves_nothing_when_it_is_kille
             cluster = next(c for c in Cluster.running() if c.layout.pid == holder.pid)
             assert order("octavo", "list").startswith("JOB")
             assert order("status").count(" processes") == 2
+            doctor = json.loads(
+                order("octavo", "doctor", "--group", "all", "--no-wandb", "-o", "json")
+            )
+            assert {node.address for node in cluster.nodes} <= {
+                finding["node"] for finding in doctor["findings"]
+            }
+            assert any(f["message"].endswith("on all 2 nodes") for f in doctor["findings"])
             order("kill", "n1")
             assert cluster.node("n1").host.pids() == []
             order("restart", "n1")
