@@ -1,5 +1,7 @@
 """What to change of a job that doesn't fit: the fewest changes first, the fastest of those.
 
+Where up to three changes don't do, all degrees are chosen anew, and what differs is told.
+
 Promises: pure; what is offered fits by the same estimate and passes ``spec_checks``; nothing is
 offered that changes what is learned: model, batch, precision and steps stay.
 """
@@ -7,11 +9,11 @@ offered that changes what is learned: model, batch, precision and steps stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 
 from orchestrator.planning.estimate import Estimate, Hardware, estimate
-from orchestrator.planning.search import accepted, degrees_of, divisors, varied
+from orchestrator.planning.search import accepted, degrees_of, divisors, search, varied
 from orchestrator.spec import JobSpec
 from orchestrator.spec_completion import slots_per_node
 
@@ -30,7 +32,8 @@ class Remedy:
     estimate: Estimate
 
     def __str__(self) -> str:
-        return " and ".join(self.changes)
+        *others, last = self.changes
+        return f"{', '.join(others)} and {last}" if others else last
 
 
 def remedies(spec: JobSpec, hardware: Hardware) -> list[Remedy]:
@@ -50,7 +53,29 @@ def remedies(spec: JobSpec, hardware: Hardware) -> list[Remedy]:
                     found.append(Remedy(tuple(words for words, _ in steps), foretold))
         if found:
             return sorted(found, key=lambda r: (r.estimate.step.total, r.changes))[:_OFFERED]
-    return []
+    return list(_anew(spec, hardware))
+
+
+def _anew(spec: JobSpec, hardware: Hardware) -> Iterator[Remedy]:
+    """Where a few changes don't do: all degrees as ``parallelism: auto`` would choose them."""
+    alone: tuple[str, Step] = ("", lambda same: same)
+    for words, change in (alone, *snapshot_changes(spec), *node_changes(spec)):
+        changed = change(spec)
+        best = search(changed, hardware, limit=1)[0] if changed is not None else []
+        if best and best[0].estimate.fits:
+            before, after = asdict(degrees_of(spec)), asdict(best[0].degrees)
+            told = [f"{_KEYS[k]}: {v}" for k, v in after.items() if v != before[k]]
+            yield Remedy((*told, *[words] * bool(words)), best[0].estimate)
+            return
+
+
+_KEYS = {
+    "tensor": "parallelism.tensor",
+    "pipeline": "parallelism.pipeline",
+    "zero_stage": "parallelism.zero_stage",
+    "micro": "training.train_micro_batch_size_per_gpu",
+    "recompute": "training.recompute",
+}
 
 
 def _kinds(spec: JobSpec) -> Iterator[Iterator[tuple[str, Step]]]:

@@ -42,6 +42,7 @@ _STEP_WORDS = {
     "update": "update",
 }
 _SHARES = (8, 64, 512)
+_WIDTH = 92
 
 
 def estimate_lines(
@@ -94,8 +95,9 @@ def _verdict(found: Estimate, fitting: Sequence[Remedy]) -> Iterator[str]:
         known = found.device_room or found.host_room
         yield "fits" if known else "fits, as far as is known: how much memory the nodes have isn't"
         return
-    what = "the device" if not found.fits_device else "the nodes' memory, for its snapshots"
-    yield f"DOES NOT FIT {what}"
+    what = ["the device"] * (not found.fits_device)
+    what += ["the nodes' memory, for its snapshots"] * (not found.fits_host)
+    yield f"DOES NOT FIT {', nor '.join(what)}"
     for remedy in fitting:
         worst = remedy.estimate.device_bytes
         after = duration(remedy.estimate.step.total)
@@ -142,9 +144,14 @@ def _preset_line(name: str, parameters: int, note: str, source: str) -> str:
 def _parts(
     parts: Mapping[str, float], words: Mapping[str, str], shown: Callable[[float], str]
 ) -> Iterator[str]:
-    told = [f"{words[name]}: {shown(value)}" for name, value in parts.items() if value > 0]
-    for i in range(0, len(told), 3):
-        yield "  " + "; ".join(told[i : i + 3])
+    line = ""
+    for told in (f"{words[name]}: {shown(value)}" for name, value in parts.items() if value > 0):
+        if line and len(line) + len(told) > _WIDTH:
+            yield f"  {line}"
+            line = ""
+        line += f"; {told}" if line else told
+    if line:
+        yield f"  {line}"
 
 
 def size(nbytes: float) -> str:

@@ -175,6 +175,19 @@ class TestRemedies:
         counts = {len(remedy.changes) for remedy in remedies(spec, hardware)}
         assert len(counts) == 1
 
+    def test_where_a_few_changes_do_not_do_all_degrees_are_chosen_anew(self):
+        spec = job(
+            num_nodes=8,
+            model={"preset": "llama-70b"},
+            parallelism={"tensor": 4, "zero_stage": 0},
+            training={"seq_len": 8192, "train_batch_size": 512},
+            snapshots={"keep": 2},
+        )
+        hardware = Hardware.of(spec)
+        [remedy] = remedies(spec, hardware)
+        assert remedy.estimate.fits and len(remedy.changes) > 3
+        assert str(remedy).count("parallelism.") >= 2 and " and " in str(remedy)
+
     def test_nothing_is_offered_that_changes_what_is_learned(self):
         told = " ".join(str(remedy) for remedy in remedies(self.wide(), Hardware.of(self.wide())))
         assert "train_batch_size" not in told and "precision" not in told and "model" not in told
