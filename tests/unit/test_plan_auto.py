@@ -12,6 +12,7 @@ from orchestrator.planning.estimate import Hardware, estimate
 from orchestrator.planning.fitting import remedies
 from orchestrator.planning.search import accepted, degrees_of, divisors, search
 from orchestrator.spec import JobSpec, parse_spec, spec_yaml
+from tests.unit.control_plane import ControlPlane
 from tests.unit.plan_jobs import job, problems
 
 AUTO = {"parallelism": "auto"}
@@ -75,6 +76,14 @@ class TestAuto:
         assert spec.training.recompute == "full"
         spec = job(**AUTO, training={"gradient_accumulation_steps": 4})
         assert spec.training.gradient_accumulation_steps == 4
+
+    def test_a_controller_stores_what_it_came_to_before_a_node_is_taken(self, tmp_path):
+        plane = ControlPlane(tmp_path, 4, 4)
+        given = {"num_nodes": 2, "slots_per_node": 4, "training": {"train_batch_size": 32}}
+        name = plane.submit(parallelism="auto", **given)
+        spec = plane.store.job(name).spec
+        assert degrees_of(spec) == degrees_of(search(spec, Hardware.of(spec))[0][0].spec)
+        assert spec.parallelism.data and not plane.groups.held
 
     def test_on_cpu_too(self):
         spec = job(**AUTO, gpus_per_node=None, slots_per_node=4)
