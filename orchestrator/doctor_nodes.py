@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from orchestrator.doctor import NodeAnswer
 NODE_S = 150.0
 """Seconds that nodes have, all at once: their own probes have less each."""
 TOGETHER_S = NODE_S + 60.0
+CONNECT_S = 5.0
 GROUP_LABEL = "ray.io/node-group"
 
 
@@ -34,6 +36,13 @@ def ask(
     address: str, group: str | None, folder: str, seen: str, *, wandb: bool = True
 ) -> list[NodeAnswer]:
     """The answers of the nodes of ``group``, None: of all. Raises ClusterUnreachableError."""
+    host, _, port = address.rpartition(":")
+    try:
+        # Ray itself would try for minutes.
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        told = f"nothing listens at {address}, where Ray's head is to be: {error}"
+        raise ClusterUnreachableError(told) from None
     asked = {"address": address, "group": group, "folder": folder, "seen": seen, "wandb": wandb}
     command = [sys.executable, "-m", "orchestrator.doctor_nodes", json.dumps(asked)]
     try:

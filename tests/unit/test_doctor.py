@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,9 +15,10 @@ import pytest
 from launch import machine_facts
 from launch.machine_facts import Interface, MachineFacts, Probe, gather
 from launch.machine_probes import storage, wandb
+from orchestrator import doctor_nodes
 from orchestrator.cli import call
 from orchestrator.doctor import Finding, Level, NodeAnswer, compare, examine, gpu_links
-from orchestrator.doctor_nodes import read
+from orchestrator.doctor_nodes import ClusterUnreachableError, ask, read
 
 H100 = {"name": "NVIDIA H100", "capability": [9, 0], "memory_bytes": 80 << 30}
 ENGINE = {"version": "2.20.2", "problem": "", "unsupported": {"mxfp8": "needs 10.0"}}
@@ -257,3 +259,21 @@ def test_nodes_of_no_cluster_are_told_as_such(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert call(["doctor", "--group", "all", "--home", str(tmp_path)]) == 3
     assert "--address HOST:6379" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there_or_says_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(ClusterUnreachableError, match="nothing listens at"):
+        ask(address, None, "/jobs", "")
+    with pytest.raises(ClusterUnreachableError, match="nothing listens at"):
+        ask("here", None, "/jobs", "")
+    monkeypatch.setattr(doctor_nodes, "TOGETHER_S", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(ClusterUnreachableError, match="did not answer in"),
+    ):
+        ask(f"127.0.0.1:{silent.getsockname()[1]}", None, "/jobs", "")
