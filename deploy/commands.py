@@ -149,7 +149,8 @@ def _rendered(
     file: Path, target: str | None, job: Path | None
 ) -> tuple[ClusterProfile, Target, list[Rendered]]:
     """Raises SpecError for a profile, or a job, that is wrong."""
-    from deploy.cluster_profile import TARGETS, load_profile
+    from deploy.cluster_profile import TARGETS
+    from deploy.profile_file import load_profile
     from deploy.targets import render as render_target
     from orchestrator.spec_errors import nearest
 

@@ -29,7 +29,8 @@ from typing import Any
 
 import yaml
 
-from deploy.cluster_profile import Target, parse_profile
+from deploy.cluster_profile import Target
+from deploy.profile_file import parse_profile
 from deploy.rendered import Rendered
 from deploy.targets import render
 from orchestrator.client import Client

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.cluster_profile import TARGETS, ClusterProfile, Target, parse_profile
+from deploy.cluster_profile import TARGETS, ClusterProfile, Target
+from deploy.profile_file import parse_profile
 from deploy.rendered import Rendered, write
 from deploy.targets import render
 

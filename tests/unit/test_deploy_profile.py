@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cluster_profile import Target, parse_profile
+from deploy.cluster_profile import Target
+from deploy.profile_file import parse_profile
 from orchestrator.spec_errors import SpecError
 from tests.unit.deploy_profiles import CLOUD, KUBERNETES, OWN_HOSTS, PROFILES, SLURM, WITH_REDIS
 
@@ -101,7 +102,7 @@ def test_a_secret_that_is_written_where_its_name_belongs_is_not_repeated() -> No
     assert "abc123" not in told
 
 
-@pytest.mark.parametrize("value", ["x; rm -rf /", "$(id)", "a b", "a'b", "a\\nb"])
+@pytest.mark.parametrize("value", ["%h", "x; rm -rf /", "$(id)", "a b", "a'b", "a\\nb"])
 def test_nothing_that_a_shell_would_read_otherwise_gets_into_a_profile(value: str) -> None:
     for key in ("interface", "rdma_resource"):
         text = f'name: lab\nnode_groups: [{GROUP}]\nnetwork: {{{key}: "{value}"}}\n'
