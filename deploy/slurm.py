@@ -71,8 +71,8 @@ job_file="${{1:?name the job file: sbatch octavo.sbatch job.yaml}}"
 job_file="$(realpath -- "$job_file")"
 export PATH={shlex.quote(profile.hosts.environment)}/bin:"$PATH"
 # A home has one controller: each allocation has its own. To go on with another's job in a new one:
-#   OCTAVO_HOME={home}/ID sbatch octavo.sbatch job.yaml
-export OCTAVO_HOME="${{OCTAVO_HOME:-{home}/$SLURM_JOB_ID}}"
+#   sbatch octavo.sbatch job.yaml {home}/ID
+export OCTAVO_HOME="${{2:-{home}/$SLURM_JOB_ID}}"
 export RAY_AUTH_TOKEN_PATH="{token}"
 if [[ ! -s "$RAY_AUTH_TOKEN_PATH" ]]; then
   echo "no token in $RAY_AUTH_TOKEN_PATH: run \\`ray get-auth-token --generate\\` once" >&2
