@@ -19,7 +19,7 @@ there. On a GPU nothing was tried: ``runtime`` is what CUDA's context, cuBLAS an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from launch.replicas import RankState, memory_needed
@@ -216,6 +216,13 @@ def takes_buckets(spec: JobSpec) -> bool:
     return stage == 2 or (stage == 1 and accumulation_dtype(spec.deepspeed) == "bf16")
 
 
+def bucket_size(spec: JobSpec) -> int:
+    """Elements of one of its buckets at most."""
+    section = spec.deepspeed.get("zero_optimization")
+    asked = section.get("reduce_bucket_size") if isinstance(section, Mapping) else None
+    return int(asked) if isinstance(asked, int | float) and asked >= 1 else BUCKET
+
+
 def _gradient_bytes(spec: JobSpec, mine: Held) -> int:
     data, added = spec.parallelism.data or 1, accumulation_dtype(spec.deepspeed)
     width = 4 if added == "fp32" else 2
@@ -257,7 +264,7 @@ def _exchange_bytes(spec: JobSpec, mine: Held) -> tuple[int, int]:
         return 0, 0
     config, wire = spec.gradient_exchange, spec.communication_data_type
     matrices = mine.linears + mine.tables
-    numel = min(BUCKET, matrices) if bucketed else matrices
+    numel = min(bucket_size(spec), matrices) if bucketed else matrices
     # Elements for each replica of a bucket on the wire.
     share = min(config.bucket, -(-numel // data))
     scattered = spec.parallelism.zero_stage > 0
@@ -273,7 +280,9 @@ def _exchange_bytes(spec: JobSpec, mine: Held) -> tuple[int, int]:
         stays += 2 * mine.total  # gloo gathers the updated parameters by way of a copy
     if bucketed:
         # The bucket in BF16, its mean in FP32, and the mean in a row for each replica.
-        taken = 2 * (BUCKET if spec.gpus_per_node else numel) + (4 + 4 * (data > 1)) * numel
+        taken = (
+            2 * (bucket_size(spec) if spec.gpus_per_node else numel) + (4 + 4 * (data > 1)) * numel
+        )
         if spec.parallelism.zero_stage == 2:
             stays += taken  # in the midst of a backward
         else:

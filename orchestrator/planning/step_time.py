@@ -151,7 +151,7 @@ def _local_replicas(layout: Layout) -> int:
     return max(1, min(layout.data, layout.per_node // layout.tensor))
 
 
-def rate(layout: Layout, device: Device, network: Network) -> float:
+def _rate(layout: Layout, network: Network) -> float:
     """Bytes a second that one rank reaches between nodes."""
     of_rank = network.rate / layout.per_node if network.shared else network.rate
     return NETWORK_SHARE * of_rank
@@ -162,14 +162,14 @@ def _exchange_s_a_byte(layout: Layout, device: Device, network: Network) -> floa
     local = _local_replicas(layout)
     others = max(1, layout.data - 1)
     near = (local - 1) / others / (NETWORK_SHARE * device.link)
-    return near + (layout.data - local) / others / rate(layout, device, network)
+    return near + (layout.data - local) / others / _rate(layout, network)
 
 
 def _between_stages(layout: Layout, device: Device, network: Network) -> float:
     """Bytes a second from one stage to the next."""
     if layout.tensor * layout.data < layout.per_node:
         return NETWORK_SHARE * device.link
-    return rate(layout, device, network)
+    return _rate(layout, network)
 
 
 def _latency(layout: Layout, network: Network) -> float:

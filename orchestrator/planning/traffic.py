@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from orchestrator.planning.memory import BUCKET, snapshot_bytes, takes_buckets
+from orchestrator.planning.memory import bucket_size, snapshot_bytes, takes_buckets
 from orchestrator.planning.shapes import Held, held, shape_of, stages
 from orchestrator.spec import JobSpec
 from parallel.config import EXCHANGE_BITS, ExchangeDtype
@@ -107,5 +107,5 @@ def _scattered(spec: JobSpec, numel: int) -> bool:
         return spec.parallelism.zero_stage > 0
     # ``parallel.step_hooks.goes_scattered`` of a whole bucket.
     data = spec.parallelism.data or 1
-    bucket = min(numel, BUCKET)
+    bucket = min(numel, bucket_size(spec))
     return data * min(-(-numel // data), bucket) < 2 * bucket

@@ -163,6 +163,9 @@ class TestMemory:
         spec = job(parallelism={"zero_stage": 2})
         assert rank_memory(spec, 0).gradients == 4 * shape_of(spec.model).parameters // 16
         assert rank_memory(spec, 0).exchange > 1e9, "DeepSpeed's bucket of 5e8 elements"
+        smaller = {"zero_optimization": {"reduce_bucket_size": 1_000_000}}
+        spec = job(parallelism={"zero_stage": 2}, deepspeed=smaller)
+        assert rank_memory(spec, 0).exchange < 1e8
 
     def test_error_feedback_takes_four_bytes_a_matrix_weight_and_its_copy(self):
         off, on = (job(gradient_exchange={"error_feedback": wanted}) for wanted in (False, True))
