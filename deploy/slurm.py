@@ -110,9 +110,17 @@ control() {{
 
 # shellcheck disable=SC2329
 node() {{
+  local task head=no
+  if [[ " $(hostname -I) " == *" $head_address "* ]]; then head=yes; fi
   while true; do
-    ray symmetric-run "$@" || true
-    if [[ " $(hostname -I) " == *" $head_address "* ]]; then return 0; fi
+    ray symmetric-run "$@" &
+    task=$!
+    while kill -0 "$task" 2> /dev/null; do
+      sleep 2
+      # A node waits minutes for a head that is gone, which this one will not come back from.
+      if [[ $head == no && -s "$ended_file" ]]; then ray stop --force > /dev/null 2>&1 || true; fi
+    done
+    if [[ $head == yes || -s "$ended_file" ]]; then return 0; fi
     # Ray gives a node 30 s to join: one that took longer, or whose Ray died, comes again.
     sleep 5
     timeout 5 bash -c ": < /dev/tcp/$head_address/{GCS_PORT}" 2> /dev/null || return 0

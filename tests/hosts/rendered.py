@@ -132,7 +132,7 @@ def run_slurm(machines: Machines) -> dict[str, object]:
     told = log.read_text(errors="replace")
     if code != 0:
         raise RuntimeError(f"the script ended with {code}:\n{told[-6000:]}")
-    return {"said": told.splitlines()[-8:]}
+    return {"said": [line for line in told.splitlines() if line.startswith("rendered-")]}
 
 
 def run_on_prem(machines: Machines) -> dict[str, object]:
