@@ -18,7 +18,7 @@ from pathlib import Path
 from deploy.cluster_profile import CLOUDS, KUBERNETES, ClusterProfile, Target
 from deploy.rendered import Rendered, write
 from deploy.systemd import HEAD_UNIT, TOKEN, node_unit
-from orchestrator.cli_show import USAGE, CommandError
+from orchestrator.cli.show import USAGE, CommandError
 
 SDKS: dict[Target, tuple[str, ...]] = {
     "aws": ("boto3",),

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from orchestrator.spec import NAME_PATTERN
+from orchestrator.spec.job import NAME_PATTERN
 
 Target = Literal[
     "kuberay", "rayjob", "aws", "gcp", "azure", "on-prem", "slurm", "systemd", "container"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.cli_options import OutputOption
-from orchestrator.cli_show import USAGE, CommandError, Output, print_json
+from orchestrator.cli.options import OutputOption
+from orchestrator.cli.show import USAGE, CommandError, Output, print_json
 
 if TYPE_CHECKING:
     from deploy.cluster_profile import ClusterProfile, Target
@@ -152,7 +152,7 @@ def _rendered(
     from deploy.cluster_profile import TARGETS
     from deploy.profile_file import load_profile
     from deploy.targets import render as render_target
-    from orchestrator.spec_errors import nearest
+    from orchestrator.spec.errors import nearest
 
     word = next((known for known in TARGETS if known == target), None)
     if target is not None and word is None:
@@ -172,8 +172,8 @@ def _rendered(
 
 def _job_text(file: Path) -> str:
     """Of a job file that is right, as far as that can be said elsewhere than on the cluster."""
-    from orchestrator.spec import load_spec
-    from orchestrator.spec_errors import read_text
+    from orchestrator.spec.errors import read_text
+    from orchestrator.spec.job import load_spec
 
     load_spec(file, check_data=False)
     return read_text(file)

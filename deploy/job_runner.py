@@ -19,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli_show import UNREACHABLE, USAGE, exit_code
-from orchestrator.client import Client
-from orchestrator.client_errors import ClientError, UnreachableError
-from orchestrator.home import Home
-from orchestrator.spec import load_spec, spec_data
-from orchestrator.spec_errors import SpecError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import ClientError, UnreachableError
+from orchestrator.cli.show import UNREACHABLE, USAGE, exit_code
+from orchestrator.home.folder import Home
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.job import load_spec, spec_data
 
 AWAY_S = 600.0
 """Seconds that the controller may be away, at the start and later."""

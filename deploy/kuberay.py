@@ -44,7 +44,7 @@ from deploy.ray_options import (
     node_options,
     ray_version,
 )
-from orchestrator.listening import on_loopback
+from orchestrator.home.listening import on_loopback
 
 AGENT_PORT = 52365
 RAYLET_HEALTH = f"{AGENT_PORT}/api/local_raylet_healthz"

@@ -25,8 +25,8 @@ from deploy.cluster_profile import (
     Target,
     mebibytes,
 )
-from orchestrator.listening import on_loopback
-from orchestrator.spec_errors import (
+from orchestrator.home.listening import on_loopback
+from orchestrator.spec.errors import (
     Finding,
     KeyPath,
     Problem,

@@ -1,6 +1,6 @@
 """What every way of starting Ray has alike: versions, environment, the command words of a node.
 
-Promises: pure; environment is that of ``orchestrator.on_ray``, so that a cluster that is rendered
+Promises: pure; environment is that of ``cluster.on_ray``, so that a cluster that is rendered
 and one that is started by hand behave alike when nodes die.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from deploy.cluster_profile import ClusterProfile, NodeGroup
-from orchestrator.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
 
 GCS_PORT = 6379
 DASHBOARD_PORT = 8265

@@ -5,7 +5,7 @@
     python -m deploy.serve HOME --address HOST:6379 --head -- RAY START OPTIONS
 
 The second trains one job and ends with its exit code; the third starts Ray's head too, through
-``orchestrator.head`` where the environment names a Redis. Promises: the controller is started when
+``cluster.head`` where the environment names a Redis. Promises: the controller is started when
 Ray answers, and again when it hasn't answered for ``AWAY_S``; on SIGTERM, or when HOME/stop
 appears, every job is paused after a checkpoint, for ``--grace`` seconds at most, and the next start
 resumes just those; when Ray's head ends this ends with it, for whoever watches it to start both.
@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.job_runner import PAUSED, JobRunner, paused_by_host
-from orchestrator.cli_show import USAGE
-from orchestrator.client import Client
-from orchestrator.client_errors import ClientError
-from orchestrator.home import Home, HomeConfig, replace_file
-from orchestrator.listening import ListeningError, check_listening
-from orchestrator.spec_errors import SpecError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import ClientError
+from orchestrator.cli.show import USAGE
+from orchestrator.home.folder import Home, HomeConfig, replace_file
+from orchestrator.home.listening import ListeningError, check_listening
+from orchestrator.spec.errors import SpecError
 
 PERIOD_S = 1.0
 AWAY_S = 60.0
@@ -68,7 +68,7 @@ class Service:
         ray = str(Path(sys.executable).with_name("ray"))
         command = [ray, "start", "--head", "--block"]
         if os.environ.get("RAY_REDIS_ADDRESS"):
-            command = [sys.executable, "-m", "orchestrator.head"]
+            command = [sys.executable, "-m", "orchestrator.cluster.head"]
         # A group of its own: a Ctrl-C is for this process, which then ends it in order.
         self._head = subprocess.Popen([*command, *options], process_group=0)
         host, _, port = self._address.rpartition(":")
@@ -83,7 +83,7 @@ class Service:
 
     def start_controller(self) -> None:
         """Start it, or find it; returns when it answers. Raises ServeError."""
-        command = [sys.executable, "-m", "orchestrator.on_ray", str(self._home.path)]
+        command = [sys.executable, "-m", "orchestrator.cluster.on_ray", str(self._home.path)]
         command += ["--address", self._address, "--hosts", str(self._hosts)]
         try:
             done = subprocess.run(

@@ -1,7 +1,7 @@
 """Configuration of training on the nodes: data, steps, snapshots, checkpoints.
 
 Promises: frozen values, unknown keys refused; batch arithmetic is completed in
-``orchestrator.spec``, which knows the degrees.
+``orchestrator.spec.job``, which knows the degrees.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CheckpointConfig(_Section):
 
 
 class RunConfig(_Section):
-    """All that a rank needs to know of a job; ``orchestrator.spec.JobSpec`` adds the rest."""
+    """All that a rank needs to know of a job; ``orchestrator.spec.job.JobSpec`` adds the rest."""
 
     num_nodes: int = Field(1, ge=1, le=20_000)
     slots_per_node: int | None = Field(None, ge=1, le=1024)

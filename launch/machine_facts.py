@@ -1,4 +1,4 @@
-"""What one machine is: gathered here, judged elsewhere (``orchestrator.doctor``).
+"""What one machine is: gathered here, judged elsewhere (``orchestrator.doctor.checks``).
 
 Promises: gathering never raises and never hangs: whatever can hang (a driver, a file system over
 the network, a name server) is asked in a child process that is left behind when its time is over,

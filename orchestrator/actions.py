@@ -54,7 +54,7 @@ class Asked:
 
     by: str
     key: str
-    """Of the control that asked for it (``orchestrator.controls.Control``)."""
+    """Of the control that asked for it (``orchestrator.recovery.controls.Control``)."""
     reason: str = ""
 
 

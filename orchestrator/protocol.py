@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from orchestrator.controls import Control, ControlAnswer
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.recovery import Action
-from orchestrator.spec import JobSpec
+from orchestrator.node_slot import NodeSlot
+from orchestrator.recovery.controls import Control, ControlAnswer
+from orchestrator.recovery.policy import Action
+from orchestrator.spec.job import JobSpec
 from parallel.config import ExchangeDtype, Precision
 
 NAMESPACE = "octavo"
@@ -33,31 +35,6 @@ def keeper_actor(job: str, bundle: int) -> str:
     lives until the node is given back.
     """
     return f"octavo-keeper-{job}-{bundle}"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSlot:
-    """One node of a job's group: who holds its bundle, and which ranks it takes."""
-
-    node_id: str
-    """Ray's node id, hex."""
-    node_ip: str
-    bundle: int
-    """Number within the job's group, of its placement group and its keeper; never used again."""
-    slots: int
-    spare: bool = False
-    """Stands ready, and has no ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class EventDraft:
-    """Something that happened to a job, told in one sentence; the store numbers it."""
-
-    kind: str
-    """One word, as ``attempt_started``, ``rolled_back``, ``checkpoint_written``."""
-    time: float
-    message: str
-    detail: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +121,7 @@ class ResumeState:
     spares: tuple[NodeSlot, ...] = ()
     """Nodes of the group that have no ranks."""
     batches: Mapping[int, int] = field(default_factory=dict)
-    """Batch of each of the newest steps recorded (``orchestrator.resume.batches_of``)."""
+    """Batch of each of the newest steps recorded (``orchestrator.recovery.resume.batches_of``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Promises: values are frozen, unknown keys are refused, and what one section can
 check alone is checked here. What needs several sections (batch against degrees,
-layers against stages) is checked in ``orchestrator.spec``.
+layers against stages) is checked in ``orchestrator.spec.job``.
 """
 
 from __future__ import annotations

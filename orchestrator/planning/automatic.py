@@ -22,10 +22,10 @@ from orchestrator.planning.search import (
     search,
     varied,
 )
-from orchestrator.spec import JobSpec
-from orchestrator.spec_checks import check_spec
-from orchestrator.spec_completion import slots_per_node
-from orchestrator.spec_errors import Finding, dotted
+from orchestrator.spec.checks import check_spec
+from orchestrator.spec.completion import slots_per_node
+from orchestrator.spec.errors import Finding, dotted
+from orchestrator.spec.job import JobSpec
 
 AUTO = "auto"
 _PATH = ("parallelism",)

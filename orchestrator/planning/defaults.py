@@ -19,9 +19,9 @@ import yaml
 from pydantic import BaseModel
 
 from orchestrator.planning.automatic import is_auto
-from orchestrator.spec import JobSpec, spec_data, spec_yaml
-from orchestrator.spec_completion import slots_per_node
-from orchestrator.spec_errors import KeyPath, value_at
+from orchestrator.spec.completion import slots_per_node
+from orchestrator.spec.errors import KeyPath, value_at
+from orchestrator.spec.job import JobSpec, spec_data, spec_yaml
 
 _LONGEST = 88
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from orchestrator.planning.devices import DEVICES, device_named
-from orchestrator.spec_errors import Finding
+from orchestrator.spec.errors import Finding
 
 if TYPE_CHECKING:
-    from orchestrator.spec import JobSpec
+    from orchestrator.spec.job import JobSpec
 
 
 def check_device(spec: JobSpec) -> Iterator[Finding]:

@@ -26,9 +26,9 @@ from orchestrator.planning.memory import JobMemory, job_memory
 from orchestrator.planning.shapes import held, shape_of, stages
 from orchestrator.planning.step_time import Layout, StepTime, Wire, step_time
 from orchestrator.planning.traffic import Traffic, traffic
-from orchestrator.spec import JobSpec
-from orchestrator.spec_backend import backend_of
-from orchestrator.spec_completion import slots_per_node
+from orchestrator.spec.backend import backend_of
+from orchestrator.spec.completion import slots_per_node
+from orchestrator.spec.job import JobSpec
 from parallel.precision.choice import BackendRefusedError, recipes_on
 
 USABLE = 0.94

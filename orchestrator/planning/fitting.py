@@ -14,8 +14,8 @@ from itertools import combinations, product
 
 from orchestrator.planning.estimate import Estimate, Hardware, estimate
 from orchestrator.planning.search import accepted, degrees_of, divisors, search, varied
-from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import slots_per_node
+from orchestrator.spec.completion import slots_per_node
+from orchestrator.spec.job import JobSpec
 
 MOST_CHANGES = 3
 _OFFERED = 3

@@ -25,8 +25,8 @@ from dataclasses import dataclass, fields
 from launch.replicas import RankState, memory_needed
 from orchestrator.planning.activations import Widths, kept_bytes, working_bytes
 from orchestrator.planning.shapes import Held, held, shape_of, stages
-from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import slots_per_node
+from orchestrator.spec.completion import slots_per_node
+from orchestrator.spec.job import JobSpec
 from parallel.deepspeed_config import accumulation_dtype
 from parallel.precision.recipes import LINEARS, ROLES, expand
 

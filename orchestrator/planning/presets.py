@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.planning.shapes import shape_of
-from orchestrator.spec_errors import Finding, nearest
+from orchestrator.spec.errors import Finding, nearest
 from parallel.config import ModelConfig
 
 

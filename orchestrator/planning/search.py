@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.planning.estimate import Estimate, Hardware, estimate
-from orchestrator.spec import JobSpec
-from orchestrator.spec_checks import check_spec
-from orchestrator.spec_completion import complete, slots_per_node
+from orchestrator.spec.checks import check_spec
+from orchestrator.spec.completion import complete, slots_per_node
+from orchestrator.spec.job import JobSpec
 from parallel.config import ParallelismConfig
 
 Recompute = Literal["none", "full"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from orchestrator.planning.memory import bucket_size, snapshot_bytes, takes_buckets
 from orchestrator.planning.shapes import Held, held, shape_of, stages
-from orchestrator.spec import JobSpec
+from orchestrator.spec.job import JobSpec
 from parallel.config import EXCHANGE_BITS, ExchangeDtype
 
 

@@ -27,9 +27,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from orchestrator.api import create_app
-from orchestrator.client import Client
-from orchestrator.protocol import EventDraft, SupervisorBatch
+from orchestrator.api.app import create_app
+from orchestrator.api.client import Client
+from orchestrator.events import EventDraft
+from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import TOKEN, ControlPlane
 
 EVENTS = 50

@@ -11,8 +11,8 @@ many left out because the disk was behind.
 
 from __future__ import annotations
 
-from orchestrator.client import Client
-from orchestrator.spec import JobSpec
+from orchestrator.api.client import Client
+from orchestrator.spec.job import JobSpec
 from tests.benchmarks.bench_overhead import compare_layouts
 from tests.benchmarks.bench_snapshots import EVERY, compare_with_and_without
 from tests.benchmarks.sides import Run

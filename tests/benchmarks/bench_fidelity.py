@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestrator.spec import JobSpec
+from orchestrator.spec.job import JobSpec
 from parallel.engine import Engine
 from tests.benchmarks.bench_parity import RECIPES, fp8_of
 from tests.benchmarks.demo_runs import batches_of, demo_run

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.spec import JobSpec, load_spec
+from orchestrator.spec.job import JobSpec, load_spec
 from tests.benchmarks.sides import ROOT, cluster, under_octavo, under_torchrun
 
 

@@ -16,7 +16,7 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from orchestrator.spec import JobSpec, load_spec
+from orchestrator.spec.job import JobSpec, load_spec
 from parallel.config import FP8Config
 from tests.benchmarks.demo_runs import DEMO, Rows, demo_run, losses
 from tests.benchmarks.emulation import Formats, take_over

@@ -20,8 +20,8 @@ from typing import Any
 from orchestrator.planning.memory import job_memory
 from orchestrator.planning.shapes import held, shape_of, stages
 from orchestrator.planning.traffic import exchanged_bytes
-from orchestrator.spec import JobSpec, spec_of
-from orchestrator.spec_errors import Source
+from orchestrator.spec.errors import Source
+from orchestrator.spec.job import JobSpec, spec_of
 from parallel.topology import coordinates
 from tests.ranks.launch_ranks import run_ranks
 

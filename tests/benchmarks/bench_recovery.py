@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from orchestrator.spec import JobSpec
+from orchestrator.spec.job import JobSpec
 from tests.cluster.supervised import SupervisedJob, small_spec
 
 SURGES = (60, 120)

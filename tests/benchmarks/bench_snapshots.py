@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.client import Client
-from orchestrator.spec import JobSpec
+from orchestrator.api.client import Client
+from orchestrator.spec.job import JobSpec
 from tests.benchmarks.bench_overhead import compare_layouts, on_layout
 from tests.benchmarks.sides import Run, cluster, under_octavo
 

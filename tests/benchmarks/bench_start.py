@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from orchestrator.spec import load_spec
+from orchestrator.spec.job import load_spec
 from tests.benchmarks.sides import ROOT, cluster, under_octavo, under_torchrun
 
 IMPORTS_S = 40.0

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.client import Client
-from orchestrator.spec import JobSpec
+from orchestrator.api.client import Client
+from orchestrator.spec.job import JobSpec
 from tests.benchmarks.bench_overhead import compare_layouts
 from tests.benchmarks.bench_snapshots import NEVER, compare_with_and_without
 from tests.benchmarks.sides import Run

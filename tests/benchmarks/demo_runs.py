@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.spec import JobSpec, load_spec
+from orchestrator.spec.job import JobSpec, load_spec
 
 if TYPE_CHECKING:
     from parallel.engine import Engine, MicroBatch

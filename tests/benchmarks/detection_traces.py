@@ -261,9 +261,9 @@ def _file(folder: Path, name: str) -> Path:
 
 def _record(folder: Path, names: Sequence[str]) -> None:
     """Run the jobs one after the other on this machine, and keep what their stores hold."""
-    from orchestrator.job_trace import trace_of_client
-    from orchestrator.spec import spec_data, spec_of
-    from orchestrator.spec_errors import Source
+    from orchestrator.replay.job_trace import trace_of_client
+    from orchestrator.spec.errors import Source
+    from orchestrator.spec.job import spec_data, spec_of
     from tests.benchmarks.sides import cluster
 
     with cluster(folder / "home", SMALL["slots_per_node"]) as client:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from launch.data import TokenStream, batch_of
 from launch.engine import engine_of
 from launch.schedule import lr_at
-from orchestrator.spec import load_spec
+from orchestrator.spec.job import load_spec
 
 
 def main() -> None:

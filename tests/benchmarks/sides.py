@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orchestrator.client import Client
-from orchestrator.home import Home
-from orchestrator.spec import JobSpec, spec_data, spec_yaml
+from orchestrator.api.client import Client
+from orchestrator.home.folder import Home
+from orchestrator.spec.job import JobSpec, spec_data, spec_yaml
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]

@@ -14,17 +14,17 @@ import ray
 
 from launch.keeper import Keeper
 from monitoring.records import StepRecord
+from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
-    NodeSlot,
     ResumeState,
     keeper_actor,
     supervisor_actor,
 )
-from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import complete
-from orchestrator.supervisor import Supervisor
+from orchestrator.spec.completion import complete
+from orchestrator.spec.job import JobSpec
+from orchestrator.supervision.supervisor import Supervisor
 from tests.unit.scripted_job import ScriptedController
 
 JOB = "scripted-000001"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.client import Client, UnreachableError
-from orchestrator.home import Home, HomeConfig
+from orchestrator.api.client import Client, UnreachableError
+from orchestrator.events import EventDraft
+from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
-    EventDraft,
     ResumeState,
     SupervisorBatch,
     supervisor_actor,
@@ -69,7 +69,7 @@ class ScriptedSupervisor:
 
 @pytest.fixture(scope="module")
 def client(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    from orchestrator.controller_actor import start_controller
+    from orchestrator.cluster.controller_actor import start_controller
 
     folder = tmp_path_factory.mktemp("controller")
     home = Home(folder / "home")

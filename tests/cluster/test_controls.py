@@ -15,12 +15,12 @@ import ray
 
 from monitoring.job_view import split_timelines
 from monitoring.records import StepRecord
-from orchestrator.client import Client, RefusedError
-from orchestrator.following import whole_view
-from orchestrator.home import Home, HomeConfig
-from orchestrator.job_trace import trace_of_client
+from orchestrator.api.client import Client, RefusedError
+from orchestrator.cli.following import whole_view
+from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, supervisor_actor
-from orchestrator.replay import replay
+from orchestrator.replay.job_trace import trace_of_client
+from orchestrator.replay.replay import replay
 
 LAYER = "layers.1.mlp.down"
 SKIPPED = 180
@@ -29,7 +29,7 @@ END = 100
 
 @pytest.fixture(scope="module")
 def client(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    from orchestrator.controller_actor import start_controller
+    from orchestrator.cluster.controller_actor import start_controller
 
     folder = tmp_path_factory.mktemp("controller")
     home = Home(folder / "home")

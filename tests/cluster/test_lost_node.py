@@ -19,16 +19,16 @@ from launch.keeper import Keeper
 from launch.rank_group import Seat
 from launch.worker_group import WorkerGroup
 from monitoring.job_view import split_timelines
+from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
-    NodeSlot,
     ResumeState,
     keeper_actor,
     supervisor_actor,
 )
-from orchestrator.spec import JobSpec
-from orchestrator.supervisor import Supervisor
+from orchestrator.spec.job import JobSpec
+from orchestrator.supervision.supervisor import Supervisor
 from tests.cluster.supervised import JOB, StoringController, SupervisedJob, small_spec
 from tests.cluster.test_worker_group import IdleWorker, assigned, runs, until
 from tests.incidents.local_ranks import run_job

@@ -19,17 +19,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from launch.preflight import Demand, Limits, Verdict
 from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
-from orchestrator.client import Client
-from orchestrator.home import Home, HomeConfig
+from orchestrator.api.client import Client
+from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.lifecycle import Cause
-from orchestrator.node_desk import NodeDesk
-from orchestrator.node_groups import RayNodeGroups
-from orchestrator.node_roll import NodeRoll
-from orchestrator.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.nodes.desk import NodeDesk
+from orchestrator.nodes.groups import RayNodeGroups
+from orchestrator.nodes.roll import NodeRoll
 from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, keeper_actor
-from orchestrator.spec import spec_of
-from orchestrator.spec_errors import Source
-from orchestrator.store import Store
+from orchestrator.spec.errors import Source
+from orchestrator.spec.job import spec_of
+from orchestrator.store.database import Store
 
 STEPS = 60
 
@@ -210,7 +210,7 @@ def test_nodes_are_checked_by_themselves_and_in_pairs_and_one_that_is_gone_is_na
 
 @pytest.fixture
 def client(cluster: Cluster, tmp_path: Path) -> Iterator[Client]:
-    from orchestrator.controller_actor import start_controller
+    from orchestrator.cluster.controller_actor import start_controller
 
     home = Home(tmp_path / "home")
     home.create(HomeConfig(jobs_dir=tmp_path / "jobs"))

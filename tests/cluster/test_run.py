@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-OCTAVO = [sys.executable, "-m", "orchestrator.cli"]
+OCTAVO = [sys.executable, "-m", "orchestrator.cli.main"]
 
 
 def job_file(folder: Path, **changes: Any) -> Path:

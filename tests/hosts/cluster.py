@@ -33,11 +33,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from orchestrator.client import Client
-from orchestrator.config import QuarantineConfig
-from orchestrator.home import HOME_VARIABLE, Home, HomeConfig
-from orchestrator.on_ray import CLUSTER_ENVIRONMENT
-from orchestrator.redis_tables import PASSWORD_VARIABLE
+from orchestrator.api.client import Client
+from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.home.folder import HOME_VARIABLE, Home, HomeConfig
+from orchestrator.home.redis_tables import PASSWORD_VARIABLE
+from orchestrator.spec.config import QuarantineConfig
 from tests.hosts import network as net
 from tests.hosts.network import ROOT, Host, Network
 from tests.hosts.redis_host import start_redis, why_no_redis
@@ -108,7 +108,7 @@ class Node:
         else:
             command = [RAY, "start", "--head", "--block"]
             if layout.redis:
-                command = [sys.executable, "-m", "orchestrator.head"]
+                command = [sys.executable, "-m", "orchestrator.cluster.head"]
                 environment |= {
                     "RAY_REDIS_ADDRESS": layout.redis,
                     "RAY_external_storage_namespace": self._cluster.folder.name,
@@ -354,7 +354,7 @@ class Cluster:
     def start_controller(self) -> None:
         """Start it on its node, or find it; returns when it answers. Raises RuntimeError."""
         node = self.nodes[self.layout.controller]
-        command = [sys.executable, "-m", "orchestrator.on_ray", str(self.home.path)]
+        command = [sys.executable, "-m", "orchestrator.cluster.on_ray", str(self.home.path)]
         command += ["--address", f"{self.nodes[0].address}:{PORT}", "--hosts", str(len(self.nodes))]
         starting = node.host.popen(
             command,

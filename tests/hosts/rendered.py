@@ -33,9 +33,9 @@ from deploy.cluster_profile import Target
 from deploy.profile_file import parse_profile
 from deploy.rendered import Rendered
 from deploy.targets import render
-from orchestrator.client import Client
-from orchestrator.client_errors import ClientError
-from orchestrator.home import Home
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import ClientError
+from orchestrator.home.folder import Home
 from tests.hosts.machines import Machines, environment
 from tests.hosts.network import ROOT
 

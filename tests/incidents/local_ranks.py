@@ -31,9 +31,10 @@ from launch.stacks import Stack, stacks_of
 from monitoring.job_view import split_timelines
 from monitoring.records import StepRecord
 from orchestrator.actions import Action
-from orchestrator.protocol import NodeSlot, ResumeState
-from orchestrator.spec import JobSpec
-from orchestrator.supervision import Phase, Supervision
+from orchestrator.node_slot import NodeSlot
+from orchestrator.protocol import ResumeState
+from orchestrator.spec.job import JobSpec
+from orchestrator.supervision.supervision import Phase, Supervision
 from tests.ranks.launch_ranks import PRELOAD, free_port
 from tests.unit.scripted_job import ScriptedController
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from monitoring.records import Incident
-from orchestrator.resume import REPORT_LAG
-from orchestrator.spec import JobSpec
-from orchestrator.spec_completion import complete
+from orchestrator.recovery.resume import REPORT_LAG
+from orchestrator.spec.completion import complete
+from orchestrator.spec.job import JobSpec
 from tests.incidents.local_ranks import Told
 
 STEPS = 120

@@ -36,7 +36,7 @@ from launch.keeper import Keeper
 from launch.mailbox import Mailbox
 from monitoring.amax import decode, merge
 from monitoring.records import ReplicaComparison
-from orchestrator.record_merger import merge_reports
+from orchestrator.supervision.record_merger import merge_reports
 from tests.ranks.launch_ranks import run_ranks
 
 WORLD = 4

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from fastapi.testclient import TestClient
 
-from orchestrator.api import create_app
-from orchestrator.home import Home, Server
+from orchestrator.api.app import create_app
+from orchestrator.home.folder import Home, Server
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.scripted_job import Bench, Make, Script
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.controller import Controller
-from orchestrator.controls import Control
-from orchestrator.placement import NodeCapacity, Resource
-from orchestrator.protocol import NodeSlot, ResumeState
-from orchestrator.store import Store
-from orchestrator.supervisors import LastWords, Presence
+from orchestrator.controller.controller import Controller
+from orchestrator.controller.supervisors import LastWords, Presence
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import NodeCapacity, Resource
+from orchestrator.protocol import ResumeState
+from orchestrator.recovery.controls import Control
+from orchestrator.store.database import Store
 
 
 class FakeGroups:

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from orchestrator.spec import JobSpec, spec_of
-from orchestrator.spec_errors import Source, SpecError
+from orchestrator.spec.errors import Source, SpecError
+from orchestrator.spec.job import JobSpec, spec_of
 
 MODEL = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4}
 MODEL |= {"ffn_size": 1536, "vocab_size": 4096}

@@ -35,18 +35,13 @@ from launch.snapshots import SnapshotKey, digest_of
 from launch.stacks import Stack
 from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
-from orchestrator.controls import ControlAnswer
-from orchestrator.outbox import ControllerUnreachableError
-from orchestrator.protocol import (
-    Acknowledgement,
-    FencedError,
-    NodeSlot,
-    ResumeState,
-    SupervisorBatch,
-)
-from orchestrator.resume import batches_of, standing
-from orchestrator.spec import JobSpec
-from orchestrator.supervision import Phase, Supervision
+from orchestrator.node_slot import NodeSlot
+from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
+from orchestrator.recovery.controls import ControlAnswer
+from orchestrator.recovery.resume import batches_of, standing
+from orchestrator.spec.job import JobSpec
+from orchestrator.supervision.outbox import ControllerUnreachableError
+from orchestrator.supervision.supervision import Phase, Supervision
 
 LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down")
 WORLD = 2

@@ -6,21 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.job_trace import JobTrace, trace_of_store
+from orchestrator.controller.lost_supervisor import supervisor_lost
+from orchestrator.controller.supervisors import LastWords
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.lost_supervisor import supervisor_lost
-from orchestrator.notices import decided, seen
-from orchestrator.protocol import (
-    Acknowledgement,
-    EventDraft,
-    JobHistory,
-    NodeSlot,
-    ResumeState,
-    SupervisorBatch,
-)
-from orchestrator.spec import JobSpec
-from orchestrator.store import Store
-from orchestrator.supervisors import LastWords
+from orchestrator.node_slot import NodeSlot
+from orchestrator.protocol import Acknowledgement, JobHistory, ResumeState, SupervisorBatch
+from orchestrator.replay.job_trace import JobTrace, trace_of_store
+from orchestrator.spec.job import JobSpec
+from orchestrator.store.database import Store
+from orchestrator.supervision.notices import decided, seen
 from tests.unit.scripted_job import WORLD, Bench, Script, ScriptedRanks, spec
 
 JOB = "scripted-000001"

@@ -13,13 +13,14 @@ from httpx import Response
 
 from launch.log_lines import LogLine, written
 from monitoring.records import Incident
-from orchestrator.api_guard import BODY_LIMIT
-from orchestrator.api_problems import ProblemDetails
-from orchestrator.client import Client
-from orchestrator.home import Home
+from orchestrator.api.client import Client
+from orchestrator.api.guard import BODY_LIMIT
+from orchestrator.api.problems import ProblemDetails
+from orchestrator.events import EventDraft
+from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.protocol import EventDraft, StepContext, SupervisorBatch
-from orchestrator.store_errors import StoreUnavailableError
+from orchestrator.protocol import StepContext, SupervisorBatch
+from orchestrator.store.errors import StoreUnavailableError
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.test_store import step
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.api_body import MOST_DEPTH, wrong_with
+from orchestrator.api.body import MOST_DEPTH, wrong_with
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_api import is_problem
 

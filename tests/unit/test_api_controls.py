@@ -10,14 +10,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.actions import Action
-from orchestrator.cli import call
-from orchestrator.cli_control import batches_of
-from orchestrator.cli_show import CommandError
-from orchestrator.client import Client, RefusedError
-from orchestrator.controls import ControlAnswer
-from orchestrator.home import Home
+from orchestrator.api.client import Client, RefusedError
+from orchestrator.cli.control import batches_of
+from orchestrator.cli.main import call
+from orchestrator.cli.show import CommandError
+from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
+from orchestrator.recovery.controls import ControlAnswer
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_api import is_problem
 from tests.unit.test_store import step

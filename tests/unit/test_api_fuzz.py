@@ -24,10 +24,10 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 
 from monitoring.records import Incident
 from orchestrator.actions import Action
-from orchestrator.api import create_app
+from orchestrator.api.app import create_app
+from orchestrator.home.rate_limit import RateLimit
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import StepContext, SupervisorBatch
-from orchestrator.rate_limit import RateLimit
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.test_store import step
 

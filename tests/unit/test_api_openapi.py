@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 from jsonschema import Draft202012Validator
 
-from orchestrator.api_problems import MEDIA_TYPE, Kind
+from orchestrator.api.problems import MEDIA_TYPE, Kind
 
 OPEN = ("/healthz",)
 """Paths that want no token."""

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.home import Home
-from orchestrator.protocol import EventDraft, SupervisorBatch
+from orchestrator.events import EventDraft
+from orchestrator.home.folder import Home
+from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import step
 

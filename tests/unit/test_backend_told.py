@@ -15,13 +15,14 @@ from fastapi.testclient import TestClient
 from launch.commands import BackendReport
 from monitoring.config import WandbConfig
 from monitoring.wandb_run import WandbRun
-from orchestrator import supervisor
-from orchestrator.api import create_app
-from orchestrator.cli_show import print_job
-from orchestrator.notices import backend_detail
-from orchestrator.protocol import EventDraft, SupervisorBatch
-from orchestrator.spec import SpecError, load_spec, parse_spec
-from orchestrator.spec_backend import backend_of
+from orchestrator.api.app import create_app
+from orchestrator.cli.show import print_job
+from orchestrator.events import EventDraft
+from orchestrator.protocol import SupervisorBatch
+from orchestrator.spec.backend import backend_of
+from orchestrator.spec.job import SpecError, load_spec, parse_spec
+from orchestrator.supervision import supervisor
+from orchestrator.supervision.notices import backend_detail
 from parallel.precision.choice import BackendChoice
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import Bench

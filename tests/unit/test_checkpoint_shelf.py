@@ -10,8 +10,8 @@ import pytest
 from launch.checkpoints import list_checkpoints, open_attempt, write_rank_file
 from launch.commands import CopyFailed, SnapshotReport
 from launch.snapshots import SnapshotKey, digest_of
-from orchestrator.checkpoint_shelf import CheckpointShelf
 from orchestrator.protocol import FencedError
+from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 
 STATE = b"state" * 1000
 

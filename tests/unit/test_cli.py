@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.api_jobs import job_json
-from orchestrator.cli import call
-from orchestrator.cli_close import conclude, could_go_on
-from orchestrator.cli_show import Output, print_jobs
-from orchestrator.client import Client, NotAuthorizedError, UnreachableError
-from orchestrator.home import Home, Server, TokenExposedError
+from orchestrator.api.client import Client, NotAuthorizedError, UnreachableError
+from orchestrator.api.jobs import job_json
+from orchestrator.cli.close import conclude, could_go_on
+from orchestrator.cli.main import call
+from orchestrator.cli.show import Output, print_jobs
+from orchestrator.home.folder import Home, Server, TokenExposedError
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
@@ -287,7 +287,7 @@ def test_problems_of_a_job_file_are_told_as_json_with_key_line_and_remedy(
 def test_a_controller_that_restarts_is_waited_for_and_followed_to_its_new_address(
     home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.local.running_host", lambda _: object())
+    monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
     server = home.server()
     assert server
     home.write_server(Server("http://127.0.0.1:9", 9, 0))
@@ -299,8 +299,8 @@ def test_a_controller_that_restarts_is_waited_for_and_followed_to_its_new_addres
 def test_a_controller_that_stays_away_is_told_apart_from_one_that_was_never_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.local.running_host", lambda _: object())
-    monkeypatch.setattr("orchestrator.client.RESTART_S", 0.3)
+    monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
+    monkeypatch.setattr("orchestrator.api.client.RESTART_S", 0.3)
     Home(tmp_path).write_server(Server("http://127.0.0.1:9", 9, 0))
     assert call(["list", "--home", str(tmp_path)]) == 3
     told = capsys.readouterr().err
@@ -317,11 +317,11 @@ def test_a_controller_on_a_cluster_is_waited_for_and_then_told_how_to_start_it_a
     client = Client.of_home(home)
     threading.Timer(0.5, home.write_server, [server]).start()
     assert client.jobs() == []
-    monkeypatch.setattr("orchestrator.client.RESTART_S", 0.3)
+    monkeypatch.setattr("orchestrator.api.client.RESTART_S", 0.3)
     home.write_server(Server("http://127.0.0.1:9", 9, 0))
     with pytest.raises(UnreachableError, match=r"on the Ray of 10\.0\.0\.1:6379") as error:
         Client.of_home(home).jobs()
-    assert "orchestrator.on_ray HOME --address 10.0.0.1:6379" in error.value.remedy
+    assert "orchestrator.cluster.on_ray HOME --address 10.0.0.1:6379" in error.value.remedy
     home.write_ray_address("")
     with pytest.raises(UnreachableError, match="no controller answers"):
         Client.of_home(home).jobs()
@@ -330,9 +330,9 @@ def test_a_controller_on_a_cluster_is_waited_for_and_then_told_how_to_start_it_a
 def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.local.running_host", lambda _: object())
-    monkeypatch.setattr("orchestrator.client.TIMEOUT_S", 0.2)
-    monkeypatch.setattr("orchestrator.client.RESTART_S", 0.3)
+    monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
+    monkeypatch.setattr("orchestrator.api.client.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("orchestrator.api.client.RESTART_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         Home(tmp_path).write_server(Server(f"http://127.0.0.1:{port}", port, 0))
@@ -353,8 +353,8 @@ def test_down_ends_jobs_after_their_checkpoint_and_says_how_each_goes_on(
 ) -> None:
     host = SimpleNamespace(slots=4)
     ended: list[object] = []
-    monkeypatch.setattr("orchestrator.cli_up.running_host", lambda _: host)
-    monkeypatch.setattr("orchestrator.cli_up.end_host", lambda host, _: ended.append(host))
+    monkeypatch.setattr("orchestrator.cli.up.running_host", lambda _: host)
+    monkeypatch.setattr("orchestrator.cli.up.end_host", lambda host, _: ended.append(host))
     running, waiting = plane.submit("one"), plane.submit("two")
     plane.steps(3)
     batch = SupervisorBatch(1, transition=(JobState.RUNNING, Cause.FIRST_STEP))
@@ -506,7 +506,14 @@ def test_nothing_that_listens_is_unreachable() -> None:
 
 
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestrator.cli", "submit", "--dry-run", job_file(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli.main",
+        "submit",
+        "--dry-run",
+        job_file(tmp_path),
+    ]
     script = 'out=$("$@" | head -1; echo "${PIPESTATUS[0]}"); echo "$out"'
     done = subprocess.run(["bash", "-c", script, "x", *command], capture_output=True, text=True)
     assert done.stdout.startswith("# linears: native: ")

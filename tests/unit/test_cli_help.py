@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import typer
 
-from orchestrator.cli import app
-from orchestrator.cli_examples import EXAMPLES
-from orchestrator.home import Home
+from orchestrator.cli.examples import EXAMPLES
+from orchestrator.cli.main import app
+from orchestrator.home.folder import Home
 from tests.unit.control_plane import ControlPlane
 
 ROOT: Any = typer.main.get_command(app)
@@ -83,7 +83,7 @@ def completed(words: str, home: Home | None = None) -> list[str]:
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(given) - 1),
     }
-    code = "from orchestrator.cli import main; main([])"
+    code = "from orchestrator.cli.main import main; main([])"
     if home is not None:
         asked["OCTAVO_HOME"] = str(home.path)
     done = subprocess.run(

@@ -12,8 +12,8 @@ import termios
 
 import pytest
 
-from orchestrator.cli_tables import columns, table_lines
-from orchestrator.home import Home
+from orchestrator.cli.tables import columns, table_lines
+from orchestrator.home.folder import Home
 from tests.unit.control_plane import ControlPlane
 
 LONG = "a-name-that-is-as-long-as-a-name-can-be-which-is-63-characters"
@@ -24,7 +24,7 @@ def on_terminal(home: Home, *words: str, width: int = 80) -> list[str]:
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
-    command = [sys.executable, "-m", "orchestrator.cli", *words]
+    command = [sys.executable, "-m", "orchestrator.cli.main", *words]
     environment |= {"OCTAVO_HOME": str(home.path), "TERM": "xterm-256color"}
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
     os.close(its)
@@ -66,7 +66,7 @@ def test_lists_fit_a_terminal_and_the_ids_in_them_stay_whole(
 def test_in_a_pipe_nothing_is_cut(home: Home, plane: ControlPlane) -> None:
     job = plane.submit(LONG, slots_per_node=64)
     plane.steps(1)
-    command = [sys.executable, "-m", "orchestrator.cli", "list"]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "list"]
     environment = {**os.environ, "OCTAVO_HOME": str(home.path), "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith(job))

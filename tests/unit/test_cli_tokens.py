@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.api_access import TokenFile
-from orchestrator.cli import call
-from orchestrator.home import Home
+from orchestrator.api.access import TokenFile
+from orchestrator.cli.main import call
+from orchestrator.home.folder import Home
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_cli import job_file
 

@@ -9,12 +9,12 @@ import pytest
 
 from monitoring.job_view import JobView
 from monitoring.summary import summarize
-from orchestrator.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
+from orchestrator.controller.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
+from orchestrator.controller.supervisors import LastWords
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
-from orchestrator.placement import Need, NodeCapacity, fit
+from orchestrator.placement.placement import Need, NodeCapacity, fit
 from orchestrator.protocol import SupervisorBatch
-from orchestrator.spec_errors import SpecError
-from orchestrator.supervisors import LastWords
+from orchestrator.spec.errors import SpecError
 from tests.unit.control_plane import ControlPlane
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from launch.commands import Rollback, SetExchange, SetPrecision, Stop
 from launch.data import MOST_SKIPPED, batch_of
 from orchestrator.actions import Action, Asked
-from orchestrator.config import RecoveryConfig
-from orchestrator.controls import (
+from orchestrator.lifecycle import JobState
+from orchestrator.recovery.controls import (
     Control,
     Grounds,
     Refused,
@@ -24,9 +24,9 @@ from orchestrator.controls import (
     put_off,
     refused_at_once,
 )
-from orchestrator.lifecycle import JobState
-from orchestrator.recovery import decide, exchange_to_fp8, return_to_fp8
-from orchestrator.supervision import STOP_S, Phase
+from orchestrator.recovery.policy import decide, exchange_to_fp8, return_to_fp8
+from orchestrator.spec.config import RecoveryConfig
+from orchestrator.supervision.supervision import STOP_S, Phase
 from tests.unit.scripted_job import LAYERS as SCRIPTED_LAYERS
 from tests.unit.scripted_job import Bench, Make, Script, spec
 from tests.unit.test_recovery import DOWN, LAYERS, history, incident

@@ -18,8 +18,8 @@ import pytest
 from monitoring import metrics
 from monitoring.dashboards import workspace, workspace_json
 from monitoring.summary import Tally
-from orchestrator import cli
-from orchestrator.home import Home
+from orchestrator.cli import main as cli
+from orchestrator.home.folder import Home
 from tests.unit.control_plane import ControlPlane
 from tests.unit.monitoring_traces import healthy_trace
 
@@ -136,7 +136,7 @@ def test_it_is_saved_by_one_request_with_the_whole_of_it(
         "WANDB_CONFIG_DIR": str(tmp_path),
         "WANDB_DIR": str(tmp_path),
     }
-    command = [sys.executable, "-m", "orchestrator.cli", "dashboard", "toy"]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "dashboard", "toy"]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=100, check=False

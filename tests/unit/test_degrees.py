@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.degrees import DegreesRefusedError, Word, as_asked, node_counts, on_nodes
-from orchestrator.spec import JobSpec, parse_spec, spec_of, spec_yaml
-from orchestrator.spec_completion import complete
-from orchestrator.spec_errors import Source, SpecError
+from orchestrator.spec.completion import complete
+from orchestrator.spec.degrees import DegreesRefusedError, Word, as_asked, node_counts, on_nodes
+from orchestrator.spec.errors import Source, SpecError
+from orchestrator.spec.job import JobSpec, parse_spec, spec_of, spec_yaml
 
 
 def job(**values: Any) -> JobSpec:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import call
+from orchestrator.cli.main import call
 from tests.unit.deploy_profiles import JOB, KUBERNETES, OWN_HOSTS, PROFILES, SLURM
 
 

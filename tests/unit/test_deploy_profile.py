@@ -6,7 +6,7 @@ import pytest
 
 from deploy.cluster_profile import Target
 from deploy.profile_file import parse_profile
-from orchestrator.spec_errors import SpecError
+from orchestrator.spec.errors import SpecError
 from tests.unit.deploy_profiles import CLOUD, KUBERNETES, OWN_HOSTS, PROFILES, SLURM, WITH_REDIS
 
 GROUP = "{name: a, device: h100, gpus: 8, cpus: 96, memory: 1Ti, count: 2}"

@@ -10,8 +10,8 @@ import pytest
 
 from deploy.job_runner import AWAY_S, PAUSED, JobRunner
 from deploy.serve import STOP, ServeError, Service, serve
-from orchestrator.home import Home
-from orchestrator.spec_errors import SpecError
+from orchestrator.home.folder import Home
+from orchestrator.spec.errors import SpecError
 from tests.unit.control_plane import ControlPlane
 
 

@@ -10,8 +10,8 @@ from monitoring.amax import TensorScaling
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DETECTORS, DetectorBank, build_detectors, register
 from monitoring.detectors.base import Detector
-from orchestrator.detector_bank import new_bank
-from orchestrator.spec import JobSpec
+from orchestrator.recovery.detector_bank import new_bank
+from orchestrator.spec.job import JobSpec
 from tests.unit.monitoring_traces import healthy_trace, surged, with_loss, with_norm
 
 CONFIG = DetectionConfig(settle_steps=8)

@@ -12,8 +12,8 @@ import pytest
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DetectorBank, LossSpike
 from monitoring.records import Incident
-from orchestrator.detector_bank import new_bank
-from orchestrator.spec import JobSpec
+from orchestrator.recovery.detector_bank import new_bank
+from orchestrator.spec.job import JobSpec
 from tests.unit.monitoring_traces import healthy_trace
 
 GUESSING = math.log(256)

@@ -15,10 +15,10 @@ import pytest
 from launch import machine_facts
 from launch.machine_facts import Interface, MachineFacts, Probe, gather
 from launch.machine_probes import storage, wandb
-from orchestrator import doctor_nodes
-from orchestrator.cli import call
-from orchestrator.doctor import Finding, Level, NodeAnswer, compare, examine, gpu_links
-from orchestrator.doctor_nodes import ClusterUnreachableError, ask, read
+from orchestrator.cli.main import call
+from orchestrator.doctor import nodes as doctor_nodes
+from orchestrator.doctor.checks import Finding, Level, NodeAnswer, compare, examine, gpu_links
+from orchestrator.doctor.nodes import ClusterUnreachableError, ask, read
 
 H100 = {"name": "NVIDIA H100", "capability": [9, 0], "memory_bytes": 80 << 30}
 ENGINE = {"version": "2.20.2", "problem": "", "unsupported": {"mxfp8": "needs 10.0"}}

@@ -10,10 +10,10 @@ import pytest
 from launch.commands import ExchangeReport
 from monitoring.wandb_tables import action_row
 from orchestrator.actions import Action
-from orchestrator.resume import standing
-from orchestrator.spec import JobSpec, spec_of
-from orchestrator.spec_completion import complete
-from orchestrator.spec_errors import Source
+from orchestrator.recovery.resume import standing
+from orchestrator.spec.completion import complete
+from orchestrator.spec.errors import Source
+from orchestrator.spec.job import JobSpec, spec_of
 from tests.unit.scripted_job import Bench
 from tests.unit.test_spec import problems_of, spec_with
 

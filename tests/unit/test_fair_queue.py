@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.fair_queue import Ticket, in_order, victims
+from orchestrator.placement.fair_queue import Ticket, in_order, victims
 
 
 def ticket(job: str, user: str = "a", priority: int = 0, since: float = 0.0) -> Ticket:

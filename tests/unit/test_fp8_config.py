@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.spec import JobSpec
+from orchestrator.spec.job import JobSpec
 from parallel.config import RECIPE_FIELDS, FP8Config, HighPrecisionLayers
 from parallel.fp8_fields_elsewhere import (
     FIELDS_NOT_OFFERED,

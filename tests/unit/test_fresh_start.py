@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.actions import Asked
-from orchestrator.config import RecoveryConfig
-from orchestrator.fresh_start import since_fresh_start
-from orchestrator.recovery import Restorable
+from orchestrator.recovery.fresh_start import since_fresh_start
+from orchestrator.recovery.policy import Restorable
+from orchestrator.spec.config import RecoveryConfig
 from tests.unit.scripted_job import Make, Script
 from tests.unit.test_recovery import LAYERS, act, history, incident
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.stacks import Frame, Stack, parse_faulthandler
 from monitoring.records import Incident
-from orchestrator.hang_report import MOST_BYTES, culprits, place_of, with_stacks, write
+from orchestrator.supervision.hang_report import MOST_BYTES, culprits, place_of, with_stacks, write
 from tests.unit.scripted_job import Bench, Make
 
 LOOP = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.head import LastingGcs, _same_port
+from orchestrator.cluster.head import LastingGcs, _same_port
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 

@@ -12,11 +12,11 @@ from launch.checkpoints import list_checkpoints
 from launch.commands import Rollback
 from launch.snapshots import MissingSnapshotError
 from launch.training import WRITE_TIMEOUT_S
-from orchestrator.attempt import step_timeout_s
-from orchestrator.config import RecoveryConfig
-from orchestrator.controls import Control
-from orchestrator.replay import replay
-from orchestrator.supervision import BLAME_S, DRAIN_S, Phase
+from orchestrator.recovery.controls import Control
+from orchestrator.replay.replay import replay
+from orchestrator.spec.config import RecoveryConfig
+from orchestrator.supervision.attempt import step_timeout_s
+from orchestrator.supervision.supervision import BLAME_S, DRAIN_S, Phase
 from tests.unit.scripted_job import LAYERS, Bench, Make, Script
 from tests.unit.stored_job import StoredJob
 

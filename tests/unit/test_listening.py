@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from orchestrator.api import create_app
-from orchestrator.cli import call
-from orchestrator.client import Client, UnreachableError
-from orchestrator.home import Home, HomeConfig, Server
-from orchestrator.listening import Certificate, ListeningError, check_listening, on_loopback
+from orchestrator.api.app import create_app
+from orchestrator.api.client import Client, UnreachableError
+from orchestrator.cli.main import call
+from orchestrator.home.folder import Home, HomeConfig, Server
+from orchestrator.home.listening import Certificate, ListeningError, check_listening, on_loopback
 from tests.unit.control_plane import ControlPlane
 
 
@@ -172,7 +172,7 @@ def test_a_client_elsewhere_takes_an_authority_by_file_and_looks_at_the_name(
 def test_a_certificate_that_is_replaced_is_taken_without_a_restart(
     plane: ControlPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.listening.RENEW_S", 0.02)
+    monkeypatch.setattr("orchestrator.home.listening.RENEW_S", 0.02)
     cert, key = certificate(tmp_path / "tls", "127.0.0.1")
     new = certificate(tmp_path / "tls", "127.0.0.1", "new")
     home, stop = Home(tmp_path / "home"), threading.Event()

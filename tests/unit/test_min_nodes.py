@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.controller.preemption import GROW_AFTER_S
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.placement import Barred, Mended, Need, NodeCapacity, Short
-from orchestrator.preemption import GROW_AFTER_S
-from orchestrator.protocol import NodeSlot
-from orchestrator.regroup import mend_some
-from orchestrator.spec import parse_spec
-from orchestrator.spec_errors import SpecError
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import Barred, Mended, Need, NodeCapacity, Short
+from orchestrator.placement.regroup import mend_some
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.job import parse_spec
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_node_desk import tell
 

@@ -12,18 +12,19 @@ from fastapi.testclient import TestClient
 from launch.preflight import Failure, Verdict
 from monitoring.records import Incident
 from orchestrator.actions import Action
-from orchestrator.cli import call
-from orchestrator.controller import NoNodesError, SubmitConflictError
-from orchestrator.controls import ControlAnswer
-from orchestrator.home import Home
+from orchestrator.cli.main import call
+from orchestrator.controller.controller import NoNodesError, SubmitConflictError
+from orchestrator.controller.supervisors import LastWords
+from orchestrator.events import EventDraft
+from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.node_desk import FILL_EVERY_S, UNWILLING_S
-from orchestrator.node_roll import NodeNotFoundError
-from orchestrator.placement import told_node
-from orchestrator.preflight_gate import told as preflight_told
-from orchestrator.protocol import EventDraft, SupervisorBatch
-from orchestrator.store import Store
-from orchestrator.supervisors import LastWords
+from orchestrator.nodes.desk import FILL_EVERY_S, UNWILLING_S
+from orchestrator.nodes.roll import NodeNotFoundError
+from orchestrator.placement.placement import told_node
+from orchestrator.protocol import SupervisorBatch
+from orchestrator.recovery.controls import ControlAnswer
+from orchestrator.store.database import Store
+from orchestrator.supervision.preflight_gate import told as preflight_told
 from tests.unit.control_plane import ControlPlane
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from orchestrator.on_ray import CLUSTER_ENVIRONMENT, address_towards
+from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT, address_towards
 
 
 def test_the_own_address_is_that_of_the_interface_on_the_way() -> None:
@@ -22,7 +22,7 @@ def test_an_address_in_brackets_is_ipv6() -> None:
 
 
 def test_a_shell_takes_the_environment_over() -> None:
-    me = f"{sys.executable} -m orchestrator.on_ray --environment"
+    me = f"{sys.executable} -m orchestrator.cluster.on_ray --environment"
     shown = subprocess.run(
         ["sh", "-c", f'eval "$({me})"; env'], capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.outbox import ControllerUnreachableError, Outbox, Told
-from orchestrator.protocol import Acknowledgement, EventDraft, FencedError, SupervisorBatch
+from orchestrator.protocol import Acknowledgement, FencedError, SupervisorBatch
+from orchestrator.supervision.outbox import ControllerUnreachableError, Outbox, Told
 
 RUNNING = (JobState.RUNNING, Cause.FIRST_STEP)
 DONE = (JobState.SUCCEEDED, Cause.STEPS_DONE)

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.placement import (
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import (
     Barred,
     Mended,
     Need,
@@ -20,7 +21,6 @@ from orchestrator.placement import (
     place,
     wish,
 )
-from orchestrator.protocol import NodeSlot
 
 NEED = Need(2, 4, "CPU")
 OUT = Barred("replicas differed")

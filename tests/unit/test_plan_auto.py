@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrator.planning.estimate import Hardware, estimate
 from orchestrator.planning.fitting import remedies
 from orchestrator.planning.search import accepted, degrees_of, divisors, search
-from orchestrator.spec import JobSpec, parse_spec, spec_yaml
+from orchestrator.spec.job import JobSpec, parse_spec, spec_yaml
 from tests.unit.control_plane import ControlPlane
 from tests.unit.plan_jobs import job, problems
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from orchestrator.planning.defaults import annotated_yaml, default_reasons
-from orchestrator.spec import load_spec, parse_spec, spec_data, spec_yaml
+from orchestrator.spec.job import load_spec, parse_spec, spec_data, spec_yaml
 from tests.unit.plan_jobs import job, values
 from tests.unit.test_cli import call
 

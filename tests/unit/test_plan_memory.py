@@ -18,7 +18,7 @@ from orchestrator.planning.presets import EXPERTS, PRESETS
 from orchestrator.planning.search import degrees_of, varied
 from orchestrator.planning.shapes import held, shape_of, stages
 from orchestrator.planning.traffic import traffic
-from orchestrator.spec import JobSpec
+from orchestrator.spec.job import JobSpec
 from parallel import tensor
 from parallel.config import FP8Config, ModelConfig
 from parallel.model_plan import recomputed

@@ -30,9 +30,9 @@ from launch.preflight import (
 )
 from launch.preflight_probes import Meeting, probe_links, probe_node
 from launch.rank_group import Seat
-from orchestrator.preflight_gate import PreflightGate, demand_of
-from orchestrator.protocol import NodeSlot
-from orchestrator.spec_completion import complete
+from orchestrator.node_slot import NodeSlot
+from orchestrator.spec.completion import complete
+from orchestrator.supervision.preflight_gate import PreflightGate, demand_of
 from parallel.config import FP8Config
 from parallel.precision.scope import PrecisionScope
 from parallel.transformer import layer_plans

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.private_home import OWNER, PLACE, PrivateHome, sweep
+from orchestrator.cluster.private_home import OWNER, PLACE, PrivateHome, sweep
 
 
 def dead_pid() -> int:

@@ -15,7 +15,7 @@ from monitoring.prometheus import COUNTERS, GAUGES, JobNumbers, Numbers, exposit
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorStats
 from orchestrator.protocol import SupervisorBatch
-from orchestrator.store_numbers import AFTERWARDS_S
+from orchestrator.store.numbers import AFTERWARDS_S
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import action, step
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitoring.records import Incident
-from orchestrator.config import QuarantineConfig
-from orchestrator.placement import NodeCapacity
-from orchestrator.protocol import NodeSlot
-from orchestrator.quarantine import (
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import NodeCapacity
+from orchestrator.placement.quarantine import (
     Accusation,
     Dismissed,
     Quarantine,
@@ -21,6 +20,7 @@ from orchestrator.quarantine import (
     judge,
     machine_addresses,
 )
+from orchestrator.spec.config import QuarantineConfig
 
 CONFIG = QuarantineConfig()
 NODES = tuple(NodeSlot(f"n{i}", f"10.0.0.{i}", i, 2) for i in range(3))

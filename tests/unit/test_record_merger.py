@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.commands import RankReport
-from orchestrator.record_merger import merge_reports
+from orchestrator.supervision.record_merger import merge_reports
 
 
 def report(rank: int, comm: dict[str, float]) -> RankReport:

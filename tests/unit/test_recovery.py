@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from monitoring.records import Incident, Suspect
-from orchestrator.config import RecoveryConfig
-from orchestrator.recovery import (
+from orchestrator.recovery.policy import (
     Action,
     History,
     Restorable,
@@ -18,6 +17,7 @@ from orchestrator.recovery import (
     exchange_to_fp8,
     return_to_fp8,
 )
+from orchestrator.spec.config import RecoveryConfig
 
 POLICY = RecoveryConfig()
 LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down", "layers.2.mlp.down")

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from monitoring.records import Incident, IncidentKind, Suspect
-from orchestrator.config import RecoveryConfig
-from orchestrator.recovery import (
+from orchestrator.recovery.policy import (
     LADDER,
     Action,
     History,
@@ -19,6 +18,7 @@ from orchestrator.recovery import (
     exchange_to_fp8,
     return_to_fp8,
 )
+from orchestrator.spec.config import RecoveryConfig
 from parallel.config import ExchangeDtype, Precision
 
 LAYERS = tuple(f"layers.{i}.mlp.down" for i in range(3))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.home import Home, TokenExposedError
-from orchestrator.redis_tables import PASSWORD_FILE, RedisError, RedisTables
+from orchestrator.home.folder import Home, TokenExposedError
+from orchestrator.home.redis_tables import PASSWORD_FILE, RedisError, RedisTables
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 
 from monitoring.records import Incident, StepRecord, Suspect
 from orchestrator.actions import Action
-from orchestrator.cli_drill import planned, table
-from orchestrator.cli_show import CommandError
-from orchestrator.rehearsal import KINDS, Rehearsal, first_step, least_steps, outcome, plan
-from orchestrator.spec import JobSpec
-from orchestrator.spec_checks import check_spec
-from orchestrator.spec_completion import complete
+from orchestrator.cli.drill import planned, table
+from orchestrator.cli.show import CommandError
+from orchestrator.replay.rehearsal import KINDS, Rehearsal, first_step, least_steps, outcome, plan
+from orchestrator.spec.checks import check_spec
+from orchestrator.spec.completion import complete
+from orchestrator.spec.job import JobSpec
 
 LAYER = "layers.1.mlp.down"
 

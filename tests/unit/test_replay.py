@@ -13,18 +13,18 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator import cli
-from orchestrator.api import create_app
-from orchestrator.cli_replay import replay_lines
-from orchestrator.client import Client
-from orchestrator.controller import Controller
-from orchestrator.controls import Control
-from orchestrator.job_trace import trace_of_client
+from orchestrator.api.app import create_app
+from orchestrator.api.client import Client
+from orchestrator.cli import main as cli
+from orchestrator.cli.replay import replay_lines
+from orchestrator.controller.controller import Controller
 from orchestrator.lifecycle import Cause
-from orchestrator.policy_file import changes, parse_policy
-from orchestrator.replay import ASSUMPTION, Replayed, Verdict, replay
-from orchestrator.spec import parse_spec, spec_yaml
-from orchestrator.spec_errors import SpecError
+from orchestrator.recovery.controls import Control
+from orchestrator.replay.job_trace import trace_of_client
+from orchestrator.replay.replay import ASSUMPTION, Replayed, Verdict, replay
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.job import parse_spec, spec_yaml
+from orchestrator.spec.policy_file import changes, parse_policy
 from tests.unit.control_plane import FakeGroups, FakeSupervisors
 from tests.unit.scripted_job import LAYERS, Script
 from tests.unit.stored_job import JOB, StoredJob, with_step
@@ -413,7 +413,7 @@ class TestCommand:
         job = stored(Script(spike=lambda step, batch: batch == 47))
         job.train(60)
         trace = with_step(job.trace(), 47, loss=4.0)
-        monkeypatch.setattr("orchestrator.cli_replay.read_trace", lambda home, job: trace)
+        monkeypatch.setattr("orchestrator.cli.replay.read_trace", lambda home, job: trace)
         code, out, _ = self.octavo(capsys, JOB, "--home", str(tmp_path / "0"))
         assert code == 104
         assert "missing  rollback, to step 40, without batch 47" in out

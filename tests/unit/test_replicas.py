@@ -22,7 +22,7 @@ from launch.replicas import (
     refuse_too_large,
 )
 from launch.snapshots import Payload, SnapshotKey, digest_of
-from orchestrator.restore import points_in_memory
+from orchestrator.saved.restore import points_in_memory
 
 
 def key(rank: int, step: int, attempt: int = 1, timeline: int = 0) -> SnapshotKey:

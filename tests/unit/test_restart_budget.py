@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.actions import Action, Asked
-from orchestrator.config import RecoveryConfig
-from orchestrator.restart_budget import restarts_spent, restarts_within, without_progress
+from orchestrator.recovery.restart_budget import restarts_spent, restarts_within, without_progress
+from orchestrator.spec.config import RecoveryConfig
 from tests.unit.test_recovery import act, history, incident, why
 
 

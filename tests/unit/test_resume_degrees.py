@@ -7,10 +7,10 @@ import json
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.cli import call
-from orchestrator.home import Home
+from orchestrator.cli.main import call
+from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, TransitionRefused
-from orchestrator.spec_errors import SpecError
+from orchestrator.spec.errors import SpecError
 from tests.unit.control_plane import ControlPlane
 
 SPEC = {

@@ -14,12 +14,12 @@ from launch.checkpoints import commit_checkpoint, open_attempt, write_rank_file
 from launch.snapshots import SnapshotKey, digest_of
 from launch.state_block import StateLayout
 from launch.state_header import LAYOUT
-from orchestrator.checkpoint_facts import differences, facts_of
-from orchestrator.controller import Controller
-from orchestrator.resume_from import check_resume_from, control_state, foreign_points
-from orchestrator.spec import JobSpec, parse_spec
-from orchestrator.spec_completion import complete
-from orchestrator.spec_errors import SpecError, dotted
+from orchestrator.controller.controller import Controller
+from orchestrator.saved.checkpoint_facts import differences, facts_of
+from orchestrator.saved.resume_from import check_resume_from, control_state, foreign_points
+from orchestrator.spec.completion import complete
+from orchestrator.spec.errors import SpecError, dotted
+from orchestrator.spec.job import JobSpec, parse_spec
 from parallel.layout import RankLayout
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import Make

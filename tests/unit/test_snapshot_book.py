@@ -12,7 +12,7 @@ from launch.commands import SnapshotReport
 from launch.config import SnapshotConfig
 from launch.snapshot_ring import SnapshotRing
 from launch.snapshots import SnapshotKey
-from orchestrator.snapshot_book import SnapshotBook
+from orchestrator.saved.snapshot_book import SnapshotBook
 
 
 def report(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from launch.config import TrainingConfig
-from orchestrator.spec import JobSpec, load_spec, parse_spec, spec_data, spec_of, spec_yaml
-from orchestrator.spec_completion import BatchRefusedError, batch_numbers, complete
-from orchestrator.spec_errors import Problem, Source, SpecError, read_yaml
+from orchestrator.spec.completion import BatchRefusedError, batch_numbers, complete
+from orchestrator.spec.errors import Problem, Source, SpecError, read_yaml
+from orchestrator.spec.job import JobSpec, load_spec, parse_spec, spec_data, spec_of, spec_yaml
 
 GOOD: dict[str, Any] = {
     "name": "toy",

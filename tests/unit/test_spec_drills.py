@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.spec import spec_of
-from orchestrator.spec_errors import Problem, Source, SpecError
+from orchestrator.spec.errors import Problem, Source, SpecError
+from orchestrator.spec.job import spec_of
 
 JOB: dict[str, Any] = {
     "name": "rehearsal",

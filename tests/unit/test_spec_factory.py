@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.spec import spec_data, spec_of
-from orchestrator.spec_errors import Problem, Source, SpecError
+from orchestrator.spec.errors import Problem, Source, SpecError
+from orchestrator.spec.job import spec_data, spec_of
 from parallel import model_factory
 from parallel.config import FP8Config
 from parallel.model_factory import FactoryError, load_factory

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.spec_completion import ffn_size
-from orchestrator.spec_errors import Source, SpecError
+from orchestrator.spec.completion import ffn_size
+from orchestrator.spec.errors import Source, SpecError
 from parallel.config import ModelConfig
 from tests.unit.test_spec import problems_of, spec_of, spec_with
 

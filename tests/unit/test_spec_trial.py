@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator import spec_trial
-from orchestrator.spec import JobSpec, spec_of
-from orchestrator.spec_errors import Finding, Problem, Source, SpecError
-from orchestrator.spec_trial import check_factory_model, trial
+from orchestrator.spec import trial as spec_trial
+from orchestrator.spec.errors import Finding, Problem, Source, SpecError
+from orchestrator.spec.job import JobSpec, spec_of
+from orchestrator.spec.trial import check_factory_model, trial
 from tests.unit.test_spec import GOOD
 
 TOY = "tests.ranks.toy_model:make"

@@ -16,22 +16,18 @@ from sqlalchemy.exc import OperationalError
 
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action, PassedOver
-from orchestrator.journal import Journal
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
-from orchestrator.outbox import ControllerUnreachableError, Outbox
-from orchestrator.protocol import (
-    Acknowledgement,
-    EventDraft,
-    FencedError,
-    NodeSlot,
-    SupervisorBatch,
-)
-from orchestrator.resume import NEWEST_STEPS
-from orchestrator.spec import JobSpec, spec_of
-from orchestrator.spec_errors import Source
-from orchestrator.store import Store
-from orchestrator.store_errors import StoreUnavailableError
-from orchestrator.store_rows import UnknownJobError
+from orchestrator.node_slot import NodeSlot
+from orchestrator.protocol import Acknowledgement, FencedError, SupervisorBatch
+from orchestrator.recovery.resume import NEWEST_STEPS
+from orchestrator.spec.errors import Source
+from orchestrator.spec.job import JobSpec, spec_of
+from orchestrator.store.database import Store
+from orchestrator.store.errors import StoreUnavailableError
+from orchestrator.store.rows import UnknownJobError
+from orchestrator.supervision.journal import Journal
+from orchestrator.supervision.outbox import ControllerUnreachableError, Outbox
 
 JOB = "toy-00000a"
 NODE = NodeSlot("ab" * 28, "127.0.0.1", 0, 4)
@@ -362,7 +358,7 @@ class TestPassingTrouble:
     def test_a_store_that_somebody_holds_is_told_apart_and_works_afterwards(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("orchestrator.store.BUSY_MS", 50)
+        monkeypatch.setattr("orchestrator.store.database.BUSY_MS", 50)
         store = Store(f"sqlite:///{tmp_path}/store.db")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")

@@ -11,9 +11,15 @@ import pytest
 from launch.commands import RankReport
 from monitoring.config import DetectionConfig
 from monitoring.records import Incident
-from orchestrator.protocol import NodeSlot
-from orchestrator.quarantine import Dismissed, Quarantine, QuarantineConfig, accused, judge
-from orchestrator.stragglers import Slow, Stragglers, incident_of, slow_nodes
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.quarantine import (
+    Dismissed,
+    Quarantine,
+    QuarantineConfig,
+    accused,
+    judge,
+)
+from orchestrator.supervision.stragglers import Slow, Stragglers, incident_of, slow_nodes
 from tests.unit.scripted_job import Make, Script, spec
 
 STEPS = 20

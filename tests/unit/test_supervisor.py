@@ -30,13 +30,13 @@ from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.report import render_report
 from monitoring.summary import summarize
-from orchestrator.config import RecoveryConfig
+from orchestrator.controller.lost_supervisor import supervisor_lost
+from orchestrator.controller.supervisors import LastWords
 from orchestrator.lifecycle import JobState
-from orchestrator.lost_supervisor import supervisor_lost
-from orchestrator.protocol import NodeSlot
-from orchestrator.recovery import decide
-from orchestrator.supervision import BLAME_S, NODE_BLAME_S, STOP_S, Phase
-from orchestrator.supervisors import LastWords
+from orchestrator.node_slot import NodeSlot
+from orchestrator.recovery.policy import decide
+from orchestrator.spec.config import RecoveryConfig
+from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S, STOP_S, Phase
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
 from tests.unit.test_recovery import incident
 
@@ -792,7 +792,7 @@ def test_reports_may_come_from_many_threads(bench: Make) -> None:
 
 
 def test_keys_of_other_jobs_ranks_do_not_complete_a_step() -> None:
-    from orchestrator.restore import points_in_memory
+    from orchestrator.saved.restore import points_in_memory
 
     keys = [SnapshotKey("j", 1, 0, 0, 5), SnapshotKey("j", 2, 0, 1, 5)]
     assert points_in_memory(keys, 2) == []

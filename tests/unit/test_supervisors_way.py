@@ -9,10 +9,10 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from orchestrator.outbox import ControllerUnreachableError
 from orchestrator.protocol import FencedError
-from orchestrator.store_errors import StoreUnavailableError
-from orchestrator.supervisor import RayController
+from orchestrator.store.errors import StoreUnavailableError
+from orchestrator.supervision.outbox import ControllerUnreachableError
+from orchestrator.supervision.supervisor import RayController
 
 
 def controller_that_raised(cause: Exception, patch: pytest.MonkeyPatch) -> RayController:

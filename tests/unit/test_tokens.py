@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.access import Caller, Role, token_id
-from orchestrator.api import create_app
-from orchestrator.api_access import STRANGERS
-from orchestrator.client import Client
-from orchestrator.client_errors import NotAllowedError
-from orchestrator.home import Home
-from orchestrator.protocol import EventDraft, SupervisorBatch
-from orchestrator.rate_limit import RateLimit, RateLimiter
-from orchestrator.store import Store
-from orchestrator.store_tokens import TokenConflictError, UnknownTokenError
+from orchestrator.api.access import STRANGERS
+from orchestrator.api.app import create_app
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import NotAllowedError
+from orchestrator.events import EventDraft
+from orchestrator.home.folder import Home
+from orchestrator.home.rate_limit import RateLimit, RateLimiter
+from orchestrator.protocol import SupervisorBatch
+from orchestrator.store.database import Store
+from orchestrator.store.tokens import TokenConflictError, UnknownTokenError
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.test_api import is_problem, spec
 
@@ -213,7 +214,7 @@ class TestLife:
     def test_a_stream_ends_when_its_token_does(
         self, home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("orchestrator.api_guard.LOOK_S", 0.05)
+        monkeypatch.setattr("orchestrator.api.guard.LOOK_S", 0.05)
         job, server = plane.submit(), home.server()
         plane.steps(2)
         assert server is not None
@@ -280,7 +281,7 @@ class TestRates:
                 slept.append(seconds)
                 threading.Event().wait(0.05)
 
-            monkeypatch.setattr("orchestrator.client.time.sleep", sleep)
+            monkeypatch.setattr("orchestrator.api.client.time.sleep", sleep)
             assert [client.jobs() for _ in range(4)] == [[]] * 4
         assert slept and set(slept) == {1.0}, "as Retry-After says, in whole seconds"
 

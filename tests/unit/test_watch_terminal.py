@@ -23,11 +23,12 @@ import pytest
 from rich.console import Console
 
 from monitoring.watch import watch_panel
-from orchestrator.client import Client, UnreachableError
-from orchestrator.following import Following, News, whole_view
-from orchestrator.home import Home
+from orchestrator.api.client import Client, UnreachableError
+from orchestrator.cli.following import Following, News, whole_view
+from orchestrator.events import EventDraft
+from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.protocol import EventDraft, SupervisorBatch
+from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
 from tests.unit.monitoring_traces import recovered_view
 
@@ -131,7 +132,7 @@ def test_a_job_is_watched_at_any_width_and_left_with_a_sane_terminal(
         "OCTAVO_URL": server.url,
         "OCTAVO_TOKEN": token,
     }
-    terminal = Terminal([sys.executable, "-m", "orchestrator.cli", "watch", job], env, 80, 24)
+    terminal = Terminal([sys.executable, "-m", "orchestrator.cli.main", "watch", job], env, 80, 24)
     try:
         lines = terminal.until(lambda lines: whole(lines, 80) and "octaves" in "".join(lines))
         text = "\n".join(lines)
@@ -161,7 +162,7 @@ def test_a_job_is_watched_at_any_width_and_left_with_a_sane_terminal(
 def test_of_a_long_job_the_newest_steps_alone_have_their_tensors(
     home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.following.WHOLE_STEPS", 5)
+    monkeypatch.setattr("orchestrator.cli.following.WHOLE_STEPS", 5)
     job = plane.submit()
     plane.steps(2)
     server, token = home.server(), home.token()
@@ -198,7 +199,7 @@ def test_a_controller_that_is_away_is_told_and_waited_for(
         panel = io.StringIO()
         Console(file=panel, width=100).print(watch_panel(following.view(), 100))
         assert "the controller doesn't answer, for" in panel.getvalue()
-        gone.setattr("orchestrator.following.PATIENCE_S", 0.0)
+        gone.setattr("orchestrator.cli.following.PATIENCE_S", 0.0)
         with pytest.raises(UnreachableError):
             following.poll(patient=False)
     assert [record.step for record in following.poll(patient=False).steps] == [2]
@@ -214,7 +215,7 @@ def test_without_a_terminal_it_is_plain_lines_to_the_end(home: Home, plane: Cont
     plane.controller.report(job, 1, SupervisorBatch(1, steps=steps, transition=ended))
     plane.supervisors.done.add(job)
     plane.steps()
-    command = [sys.executable, "-m", "orchestrator.cli", "watch", job]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "watch", job]
     done = subprocess.run(command, capture_output=True, timeout=WITHIN_S)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\x1b" not in done.stdout and b"step     2  loss" in done.stdout

@@ -15,12 +15,12 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
 from orchestrator.actions import Action
-from orchestrator.cli_show import progress
-from orchestrator.config import NotificationsConfig
+from orchestrator.cli.show import progress
+from orchestrator.controller.webhooks import MOST_TRIES, Webhooks
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
-from orchestrator.spec_errors import SpecError
-from orchestrator.webhooks import MOST_TRIES, Webhooks
+from orchestrator.spec.config import NotificationsConfig
+from orchestrator.spec.errors import SpecError
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import step
 

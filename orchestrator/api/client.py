@@ -1,0 +1,434 @@
+"""The Python client of the HTTP API, beneath the CLI.
+
+    client = Client.of_home(Home.default())
+    job = client.submit(spec_data(spec), "job.yaml")["id"]
+    for event in client.follow_events(job): print(event["message"])
+
+Promises: every failure is one of ``client_errors``, told for a person; nothing that a
+controller can have heard is said twice; a controller that restarts is waited for, shortly,
+and longer while following; one that says "too many requests" is asked again when it says; lists
+are read to their end, page by page.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from orchestrator.api.client_errors import (
+    ELSEWHERE,
+    LOOK_FIRST,
+    START_AGAIN,
+    START_ONE,
+    TRY_AGAIN,
+    UNTRUSTED,
+    NotAuthorizedError,
+    ServerError,
+    TooManyRequestsError,
+    UnreachableError,
+    error_of,
+)
+from orchestrator.api.client_errors import ClientError as ClientError
+from orchestrator.api.client_errors import NotFoundError as NotFoundError
+from orchestrator.api.client_errors import RefusedError as RefusedError
+from orchestrator.home.folder import Home
+from orchestrator.home.listening import CA_VARIABLE, trusting, trusting_home
+
+URL_VARIABLE = "OCTAVO_URL"
+TOKEN_VARIABLE = "OCTAVO_TOKEN"
+
+TIMEOUT_S = 30.0
+POLL_S = 10.0
+"""Seconds that a follower's question is held back by the controller."""
+PATIENCE_S = 60.0
+"""Seconds that a follower waits for a controller that doesn't answer."""
+RESTART_S = 10.0
+"""Seconds that a controller whose host runs may take to answer again."""
+LONGEST_PAUSE_S = 60.0
+"""Seconds that a request is put off at most where its token asks too often."""
+
+
+class Client:
+    """One controller's API at ``url``; ``token`` is its bearer token.
+
+    ``home``: where a controller that restarts says that it listens now; ``trust``: whose
+    certificates are taken, by default those of the system's authorities.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        home: Home | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._home = home
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # A proxy of the environment has no business between us and the loopback.
+        local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=not local,
+            verify=trust or (trusting(None) if self.url.startswith("https:") else False),
+        )
+
+    @classmethod
+    def of_home(cls, home: Home, ca: Path | None = None) -> Client:
+        """The controller of ``home``, or of ``$OCTAVO_URL`` with ``$OCTAVO_TOKEN`` and, where its
+        certificate is of no authority that the system knows, ``ca`` or ``$OCTAVO_CA``."""
+        url, named = os.environ.get(URL_VARIABLE), ca or os.environ.get(CA_VARIABLE)
+        if url:
+            trust = trusting(Path(named)) if named else None
+            return cls(url, os.environ.get(TOKEN_VARIABLE), trust=trust)
+        server = home.server()
+        if server is None:
+            raise UnreachableError(f"no controller runs in {home.path}")
+        try:
+            token = home.token()
+        except PermissionError as error:
+            raise NotAuthorizedError(str(error)) from None
+        cert = home.config().tls_cert
+        return cls(server.url, token, home, None if cert is None else trusting_home(cert))
+
+    def healthy(self) -> bool:
+        """Whether a controller answers."""
+        try:
+            return self._http.get("/healthz", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def submit(
+        self, spec: Mapping[str, Any], file: str, *, key: str = "", by: str = ""
+    ) -> dict[str, Any]:
+        """Submit a job; raises ``SpecError`` with the controller's problems.
+
+        ``key``: yours; a submission that comes again under it is the same job. ``by``: whose turn
+        in the queue it takes.
+        """
+        body = {"spec": dict(spec), "file": file, "key": key or secrets.token_hex(8), "by": by}
+        # With a key it is one job, so that it may be said again where an answer was lost.
+        return self._ask("POST", "/v1/jobs", json=body, timeout=TIMEOUT_S, repeatable=True)
+
+    def validate(self, spec: Mapping[str, Any], file: str) -> dict[str, Any]:
+        """The completed spec, without submitting it."""
+        answer = self._post("/v1/jobs:validate", {"spec": dict(spec), "file": file})
+        return dict(answer["spec"])
+
+    def hurry(self) -> None:
+        """Give up on everything after a second: who asks waits at a prompt."""
+        self._http.timeout = httpx.Timeout(1.0)
+
+    def clock(self) -> float:
+        """Seconds since the epoch, by the controller's clock, to the second."""
+        try:
+            told = self._http.get("/healthz", timeout=5.0).headers["Date"]
+            return parsedate_to_datetime(told).timestamp()
+        except (httpx.HTTPError, KeyError, ValueError):
+            return time.time()
+
+    def whoami(self) -> dict[str, Any]:
+        """``{name, role, expires_at}`` of the token."""
+        return self._get("/v1/whoami")
+
+    def tokens(self, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Tokens in force, oldest first, and with ``ended`` those that are no more."""
+        return list(self._pages("/v1/tokens", "tokens", ended=ended))
+
+    def create_token(self, name: str, role: str, seconds: float | None = None) -> dict[str, Any]:
+        """A new one, with its ``token``, which is told this once."""
+        return self._post("/v1/tokens", {"name": name, "role": role, "seconds": seconds})
+
+    def rotate_token(
+        self, name: str, seconds: float | None = None, overlap_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Another one of that name; those before are accepted for ``overlap_s`` more."""
+        body = {"seconds": seconds, "overlap_s": overlap_s}
+        return self._post(f"/v1/tokens/{quote(name, safe='')}/rotate", body)
+
+    def revoke_token(self, name: str) -> list[dict[str, Any]]:
+        """End those of a name or an id; as they are now."""
+        return list(self._post(f"/v1/tokens/{quote(name, safe='')}/revoke", {})["revoked"])
+
+    def jobs(self, by: str | None = None, states: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """All jobs, oldest first; with ``by`` those that this user submitted."""
+        chosen: dict[str, Any] = {} if by is None else {"by": by}
+        if states:
+            chosen["state"] = list(states)
+        return list(self._pages("/v1/jobs", "jobs", **chosen))
+
+    def job(self, job: str) -> dict[str, Any]:
+        """One job with its spec and attempts; by id, name or unique beginning."""
+        return self._get(_path(job))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The nodes: their slots, who holds them, and which are quarantined, with why."""
+        return list(self._pages("/v1/nodes", "nodes"))
+
+    def quarantine(
+        self, node: str, reason: str, by: str, seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Leave a node out of placements, for ``seconds`` or until it is released."""
+        body = {"reason": reason, "by": by, "seconds": seconds}
+        return self._post(_node_path(node, "quarantine"), body)
+
+    def release(self, node: str, by: str) -> dict[str, Any]:
+        """Take a quarantined node back."""
+        return self._post(_node_path(node, "release"), {"by": by})
+
+    def cancel(self, job: str, reason: str) -> dict[str, Any]:
+        """Ask for the job's end."""
+        return self._post(_path(job, "cancel"), {"reason": reason})
+
+    def resume(
+        self, job: str, reason: str, degrees: Mapping[str, int] | None = None
+    ) -> dict[str, Any]:
+        """Queue a paused job again, with other ``degrees`` where any are given."""
+        asked = {"reason": reason, **({"parallelism": dict(degrees)} if degrees else {})}
+        return self._post(_path(job, "resume"), asked)
+
+    def rollback(
+        self, job: str, to_step: int, skip: Sequence[int] = (), **ask: Any
+    ) -> dict[str, Any]:
+        """Go back to the snapshot or checkpoint of ``to_step``, leaving out ``skip``'s batches.
+
+        This and the next three return the control as accepted, with its ``key``, or as
+        answered; ``answer`` waits for what becomes of it. ``ask``: ``by``, ``reason``, ``key``.
+        """
+        return self._control(job, "rollback", {"to_step": to_step, "skip": list(skip)}, ask)
+
+    def precision(self, job: str, layers: Sequence[str], to: str, **ask: Any) -> dict[str, Any]:
+        """Move the linears that ``layers``' patterns match to ``bf16`` or ``fp8``."""
+        return self._control(job, "precision", {"layers": list(layers), "to": to}, ask)
+
+    def exchange(self, job: str, to: str, **ask: Any) -> dict[str, Any]:
+        """What gradients cross the network in: ``fp8``, ``bf16`` or, by measurement, ``auto``."""
+        return self._control(job, "exchange", {"to": to}, ask)
+
+    def pause(self, job: str, **ask: Any) -> dict[str, Any]:
+        """Stop after a checkpoint and give the nodes back; ``resume`` goes on exactly there."""
+        return self._control(job, "pause", {}, ask)
+
+    def control(self, job: str, key: str, wait: float = 0) -> dict[str, Any]:
+        """What became of a control: ``state`` accepted, applied or refused, ``message``, ``step``.
+
+        Held back up to ``wait`` seconds until there is an answer.
+        """
+        return self._get(_path(job, "controls", key), wait=wait)
+
+    def controls(self, job: str) -> list[dict[str, Any]]:
+        """All that was asked of a job, oldest first."""
+        return list(self._pages(_path(job, "controls"), "controls"))
+
+    def answer(self, job: str, key: str) -> dict[str, Any]:
+        """Wait for what becomes of a control, through restarts of the controller too."""
+        while True:
+            found = self.patiently(self.control, job, key, POLL_S)
+            if found["state"] != "accepted":
+                return found
+
+    def events(self, job: str, after: int = 0, wait: float = 0) -> dict[str, Any]:
+        """A page ``{events, next, state, settled}``."""
+        return self._get(_path(job, "events"), after=after, wait=wait)
+
+    def steps(
+        self, job: str, after: int = 0, wait: float = 0, *, tensors: bool = True
+    ) -> dict[str, Any]:
+        """A page ``{steps, next, state, settled}``."""
+        return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors)
+
+    def records(self, job: str) -> dict[str, Any]:
+        """All ``{incidents, actions, contexts, newest_step}``."""
+        whole = self._get(_path(job, "records"))
+        page = whole
+        while page.get("more"):
+            page = self._get(_path(job, "records"), after=page["next"])
+            for kind in ("incidents", "actions", "contexts"):
+                whole[kind] += page[kind]
+        return {k: whole[k] for k in ("incidents", "actions", "contexts", "newest_step")}
+
+    def logs(
+        self,
+        job: str,
+        rank: int,
+        attempt: int | None = None,
+        offset: int = 0,
+        wait: float = 0,
+        **begin: float,
+    ) -> dict[str, Any]:
+        """A piece of a rank's log ``{lines, text, offset, attempt, exists, state, settled}``.
+
+        ``begin``: instead of ``offset`` ``since``, seconds since the epoch, or ``tail``, lines.
+        """
+        chosen = {"attempt": attempt, **begin}
+        asked = {name: value for name, value in chosen.items() if value is not None}
+        return self._get(_path(job, "logs"), rank=rank, offset=offset, wait=wait, **asked)
+
+    def follow_events(self, job: str, *, follow: bool = True) -> Iterator[dict[str, Any]]:
+        """All events of a job; with ``follow`` also those to come, until it is settled."""
+        after = 0
+        while True:
+            page = self.patiently(self.events, job, after, POLL_S if follow else 0)
+            yield from page["events"]
+            after = page["next"]
+            if not page["events"] and (not follow or page["settled"]):
+                return
+
+    def follow_logs(
+        self, job: str, rank: int, attempt: int | None, *, follow: bool = True, **begin: float
+    ) -> Iterator[dict[str, Any]]:
+        """Pieces of a rank's log, through the attempts that follow where none is named; with
+        ``follow`` those to come too, until the job is settled. ``begin`` as in ``logs``."""
+        piece = self.patiently(self.logs, job, rank, attempt, **begin)
+        yield piece
+        while True:
+            number, offset = piece["attempt"], piece["offset"]
+            if not piece["text"]:
+                if attempt is None and self.patiently(self.job, job)["attempt"] > number:
+                    number, offset = number + 1, 0
+                elif not follow or piece["settled"]:
+                    return
+            wait = POLL_S if follow and not piece["text"] else 0
+            piece = self.patiently(self.logs, job, rank, number or None, offset, wait)
+            yield piece
+
+    def patiently(self, ask: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """``ask(...)``, again while the controller can't be reached, for ``PATIENCE_S``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return dict(ask(*args, **kwargs))
+            except UnreachableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _get(self, path: str, **params: Any) -> dict[str, Any]:
+        timeout = TIMEOUT_S + float(params.get("wait", 0))
+        return self._ask("GET", path, params=params, timeout=timeout)
+
+    def _pages(self, path: str, name: str, **params: Any) -> Iterator[dict[str, Any]]:
+        """The rows of all pages of a list."""
+        page = self._get(path, **params)
+        yield from page[name]
+        # A controller of before has no pages.
+        while (after := page.get("next")) is not None:
+            page = self._get(path, after=after, **params)
+            yield from page[name]
+
+    def _control(
+        self, job: str, kind: str, order: Mapping[str, Any], ask: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        # With a key it is done once, so that it may be said again where an answer was lost.
+        body = {"key": secrets.token_hex(8), **order, **ask}
+        return self._ask("POST", _path(job, kind), json=body, timeout=TIMEOUT_S, repeatable=True)
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._ask("POST", path, json=body, timeout=TIMEOUT_S)
+
+    def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        answer = self._answer(method, path, **kwargs)
+        if answer.is_success:
+            try:
+                return dict(answer.json())
+            except ValueError:
+                raise ServerError(f"{self.url} is no Octavo controller") from None
+        raise error_of(answer, self.url)
+
+    def _answer(
+        self, method: str, path: str, *, repeatable: bool = False, **kwargs: Any
+    ) -> httpx.Response:
+        """The response; where the host of our home runs, the controller's restart is waited for,
+        and where it was asked too often, until it may be asked again: it did nothing so far."""
+        deadline = time.monotonic() + RESTART_S
+        patience = time.monotonic() + LONGEST_PAUSE_S
+        while True:
+            try:
+                answer = self._http.request(method, path, **kwargs)
+                pause = _pause_of(answer)
+                if pause is None:
+                    return answer
+                if time.monotonic() + pause > patience:
+                    raise TooManyRequestsError(
+                        f"the controller at {self.url} is asked too often; it answers again in "
+                        f"{pause:g} s"
+                    )
+                time.sleep(pause)
+                continue
+            except httpx.HTTPError as error:
+                detail = str(error) or type(error).__name__
+                # A question may be asked twice; an order only if nobody can have heard it.
+                lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+                unheard = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                again = isinstance(error, httpx.ConnectError) or (
+                    lost and (repeatable or method == "GET")
+                )
+            if "CERTIFICATE_VERIFY_FAILED" in detail or "SSL" in detail:
+                told = f"the certificate of {self.url} is not to be trusted: {detail}"
+                raise UnreachableError(told, UNTRUSTED)
+            if not self._restarts():
+                remedy = ELSEWHERE if self._home is None else START_ONE
+                raise UnreachableError(f"no controller answers at {self.url}: {detail}", remedy)
+            if not again or time.monotonic() > deadline:
+                raise self._unreachable(detail, heard=method != "GET" and not unheard)
+            time.sleep(0.2)
+            self._look_again()
+
+    def _unreachable(self, detail: str, *, heard: bool) -> UnreachableError:
+        """Of a controller that Ray should have started again by now."""
+        address = self._home.ray_address() if self._home else ""
+        if address:
+            told = (
+                f"the controller at {self.url}, on the Ray of {address}, doesn't answer: {detail}"
+            )
+            remedy = START_AGAIN.format(address=address)
+        else:
+            told = f"the controller at {self.url} doesn't answer, though its host runs: {detail}"
+            remedy = TRY_AGAIN
+        return UnreachableError(told, LOOK_FIRST if heard else remedy)
+
+    def _restarts(self) -> bool:
+        """Whether there is, or may be, a Ray to start our controller again."""
+        from orchestrator.cluster.local import running_host
+
+        if self._home is None:
+            return False
+        # Of a cluster nobody can tell from here.
+        return bool(self._home.ray_address()) or running_host(self._home) is not None
+
+    def _look_again(self) -> None:
+        """It may listen elsewhere after its restart."""
+        server = self._home.server() if self._home else None
+        if server is not None and server.url != self.url:
+            self.url = server.url
+            self._http.base_url = httpx.URL(server.url)
+
+
+def _pause_of(answer: httpx.Response) -> float | None:
+    """Seconds after which to ask again; None: this is an answer."""
+    if answer.status_code != 429:
+        return None
+    told = answer.headers.get("Retry-After", "")
+    return max(0.05, float(told)) if told.isascii() and told.isdigit() else 1.0
+
+
+def _path(job: str, *more: str) -> str:
+    return "/".join(["/v1/jobs", quote(job, safe=""), *more])
+
+
+def _node_path(node: str, what: str) -> str:
+    return f"/v1/nodes/{quote(node, safe='')}/{what}"

@@ -1,0 +1,1 @@
+"""Where a controller runs: a Ray of its own, or one that somebody else started."""

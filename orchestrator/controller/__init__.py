@@ -1,0 +1,1 @@
+"""The job's life: from the queue to its end, one transition a pass."""

@@ -1,0 +1,125 @@
+"""Room for a job of higher priority: which jobs are asked to go back into the queue, and how.
+
+Promises: a job is asked once an attempt for the same job; what it is asked is durable, as anything
+that a person asks; its supervisor writes a checkpoint first, and goes on where that can't be had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from orchestrator.lifecycle import JobState
+from orchestrator.nodes.desk import NodeDesk, Sight
+from orchestrator.placement.fair_queue import Ticket, victims
+from orchestrator.placement.placement import need_of
+from orchestrator.recovery.controls import Control, in_vain
+from orchestrator.store.controls import UnknownControlError
+from orchestrator.store.database import Store
+from orchestrator.store.rows import JobRow
+
+THE_QUEUE = "the queue"
+"""Who asks, in the records."""
+GROW_AFTER_S = 60.0
+"""Seconds that an attempt on fewer nodes than the job wants is left in peace."""
+
+
+def ticket_of(row: JobRow) -> Ticket:
+    """A job as the queue sees it."""
+    need = need_of(row.spec)
+    holds = bool(row.nodes)
+    return Ticket(
+        job=row.id,
+        user=row.submitted_by,
+        priority=row.priority,
+        since=(row.granted_at or row.submitted_at) if holds else row.submitted_at,
+        slots=sum(seat.slots for seat in row.nodes) if holds else need.nodes * need.slots,
+        preemptible=row.spec.resources.preemptible,
+    )
+
+
+class Preemption:
+    """Asks jobs of lower priority for their nodes."""
+
+    def __init__(self, store: Store, desk: NodeDesk) -> None:
+        self._store = store
+        self._desk = desk
+
+    def make_room(
+        self,
+        row: JobRow,
+        holding: Sequence[JobRow],
+        asked: Mapping[str, Sequence[Control]],
+        sight: Sight,
+    ) -> str:
+        """Ask for what ``row`` needs, unless enough is on its way; what it waits for, or empty.
+
+        Spares of less important jobs come before their ranks. ``holding``: jobs that hold nodes;
+        ``asked``: what is open, by job.
+        """
+        going = frozenset(r.id for r in holding if not _stays(r, asked))
+        rows = {r.id: r for r in holding}
+
+        def fits_without(jobs: frozenset[str]) -> bool:
+            return self._desk.fits_without(row, [rows[job] for job in jobs | going], sight)
+
+        if going and fits_without(frozenset()):
+            return f"waits for {', '.join(sorted(going))} to give nodes back"
+        spared = [r for r in holding if r.priority < row.priority and _spares(r)]
+        if spared and self._desk.fits_without(row, spared, sight, spares=True):
+            for other in spared:
+                self._desk.give_up_spares(other, row.id, sight.now)
+            return f"takes the spares of {', '.join(r.id for r in spared)}"
+        staying = [ticket_of(r) for r in holding if r.id not in going and not self._refused(row, r)]
+        chosen = victims(ticket_of(row), staying, fits_without)
+        for ticket in chosen:
+            self._ask(row, rows[ticket.job], sight.now)
+        if not chosen:
+            return ""
+        told = ", ".join(f"{t.job} (priority {t.priority})" for t in chosen)
+        return f"preempts {told} after a checkpoint"
+
+    def let_grow(self, row: JobRow, now: float) -> None:
+        """Ask a job that runs on fewer nodes than it wants to start anew on more, once an attempt.
+
+        Not before it has trained for a while: nodes that come and go would cost more than they
+        bring.
+        """
+        if row.state is not JobState.RUNNING or row.spec.resources.min_nodes is None:
+            return
+        began = self._store.attempts(row.id)[-1]["started_at"]
+        if now - began < GROW_AFTER_S or not (nodes := self._desk.could_grow(row, now)):
+            return
+        reason = f"{nodes} of the {row.spec.num_nodes} nodes that it wants are there"
+        if not in_vain(row.id, row.state, "preempt"):
+            key = f"grow-{row.attempt}"
+            self._store.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
+
+    def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
+        reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"
+        control = Control(_key(row, victim), "preempt", THE_QUEUE, now, reason)
+        if not in_vain(victim.id, victim.state, "preempt"):
+            self._store.ask(victim.id, control)
+
+    def _refused(self, row: JobRow, victim: JobRow) -> bool:
+        """Whether it could not go when this job asked for it."""
+        try:
+            return self._store.control(victim.id, _key(row, victim)).state == "refused"
+        except UnknownControlError:
+            return False
+
+
+def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]]) -> bool:
+    """Whether nothing makes the job give its nodes back soon."""
+    if not row.state.holds_nodes or row.state is JobState.CANCELLING:
+        return False
+    return not any(control.kind in ("pause", "preempt") for control in asked.get(row.id, ()))
+
+
+def _spares(row: JobRow) -> bool:
+    return row.state.holds_nodes and any(seat.spare for seat in row.nodes)
+
+
+def _key(row: JobRow, victim: JobRow) -> str:
+    waiting = hashlib.sha256(row.id.encode()).hexdigest()[:16]
+    return f"preempt-{waiting}-{victim.attempt}"

@@ -1,0 +1,1 @@
+"""What of a machine, or of a cluster's, stands in the way of training."""

@@ -1,0 +1,1 @@
+"""A controller's home folder, and how its API may listen."""

@@ -1,0 +1,1 @@
+"""The nodes that jobs hold, on Ray and as people see them."""

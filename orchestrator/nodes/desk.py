@@ -1,0 +1,387 @@
+"""Where jobs get their nodes: placement, replacement, spares, quarantine, the autoscaler.
+
+Between the pure decisions (``orchestrator.placement``), the store and
+Ray (``orchestrator.nodes.groups``). Promises: one placement at a time, so that two jobs never reach
+for the same node; a quarantined node is in no new placement; what is taken is in the store or given
+back; a node that Ray didn't grant is passed over for a while; what is refused says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.events import EventDraft
+from orchestrator.lifecycle import JobState, TransitionRefused
+from orchestrator.node_slot import NodeSlot
+from orchestrator.nodes.groups import NodeGroups, group_name
+from orchestrator.nodes.notices import moves, resized, spare_told
+from orchestrator.placement.placement import (
+    Barred,
+    Fit,
+    Mended,
+    Need,
+    NodeCapacity,
+    Short,
+    fill,
+    fit,
+    need_of,
+    ready_nodes,
+    told_node,
+    wish,
+)
+from orchestrator.placement.quarantine import (
+    Accusation,
+    Quarantine,
+    accused,
+    barring,
+    machine_addresses,
+)
+from orchestrator.placement.regroup import counts_of, mend_some, place_some
+from orchestrator.spec.config import QuarantineConfig
+from orchestrator.store.database import Store
+from orchestrator.store.rows import JobRow
+
+logger = logging.getLogger(__name__)
+
+UNWILLING_S = 30.0
+"""Seconds for which a node that Ray didn't grant is passed over."""
+FILL_EVERY_S = 2.0
+"""Seconds between two looks for spares."""
+GIVEN_UP_S = 10.0
+"""Seconds for which a job that gave up its spares looks for no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Nodes and quarantines at one time."""
+
+    nodes: list[NodeCapacity]
+    quarantines: list[Quarantine]
+    now: float
+
+    def barred(self, job: str) -> dict[str, Barred]:
+        """Nodes that ``job`` can't be given."""
+        return barring(self.quarantines, self.nodes, job, self.now)
+
+    def fit(self, row: JobRow) -> Fit:
+        """Whether a queued job can be given its nodes, now and ever."""
+        need, barred = need_of(row.spec), self.barred(row.id)
+        found = [fit(replace(need, nodes=n), self.nodes, barred) for n in counts_of(row.spec)]
+        return next((answer for answer in found if answer.now), found[0])
+
+
+class NodeDesk:
+    """The nodes of one controller."""
+
+    def __init__(
+        self,
+        store: Store,
+        groups: NodeGroups,
+        config: QuarantineConfig | None = None,
+        *,
+        fixed: bool = True,
+    ) -> None:
+        """``fixed``: no node will ever be added, so nobody is asked for one."""
+        self._store = store
+        self._groups = groups
+        self._config = config or QuarantineConfig()
+        self._fixed = fixed
+        self._placing = threading.RLock()
+        # Of this process: a controller that restarts tries them all again.
+        self._unwilling: dict[str, float] = {}
+        self._filled: dict[str, float] = {}
+        self._grown: dict[str, float] = {}
+        self._wished: list[dict[str, float]] | None = None
+        self._short: dict[str, int] = {}
+        """How many nodes jobs wait for in place of lost ones."""
+        self._left: dict[str, list[NodeSlot]] = {}
+        """Seats on nodes that live and that a job has left: their keepers have its newest state.
+        A controller that restarts forgets them; they go back when the job ends."""
+
+    # -- jobs that wait
+
+    def sight(self, now: float) -> Sight:
+        """The nodes as they are now, for all decisions of a pass."""
+        return Sight(self._capacities(now), self._store.nodes.quarantines(), now)
+
+    def fits_without(
+        self, row: JobRow, others: Sequence[JobRow], sight: Sight, *, spares: bool = False
+    ) -> bool:
+        """Whether a job would have what it waits for once ``others`` had given back their nodes,
+        or only their ``spares``: its nodes in the queue, else those in place of lost ones."""
+        nodes = sight.nodes
+        back: dict[tuple[str, str], float] = {}
+        for other in others:
+            resource = need_of(other.spec).resource
+            for seat in other.nodes:
+                if seat.spare or not spares:
+                    key = (seat.node_id, resource)
+                    back[key] = back.get(key, 0.0) + seat.slots
+        freed = [
+            replace(
+                node,
+                free={
+                    k: min(node.total.get(k, 0.0), f + back.get((node.node_id, k), 0.0))
+                    for k, f in node.free.items()
+                },
+            )
+            for node in nodes
+        ]
+        need = need_of(row.spec)
+        count = self._short.get(row.id, need.nodes)
+        mine = {seat.node_id for seat in row.nodes}
+        return len(ready_nodes(need, freed, sight.barred(row.id), mine)) >= count
+
+    def admit(self, row: JobRow, now: float) -> str:
+        """Give a queued job its nodes; empty, or why it has to wait."""
+        with self._placing:
+            need = need_of(row.spec)
+            nodes = self._capacities(now)
+            barred = self._barred(row.id, nodes, now)
+            seats = place_some(need, counts_of(row.spec), nodes, barred)
+            if seats is None:
+                return fit(need, nodes, barred).reason
+            if refused := self._take(row, seats, now):
+                return f"needs {need}; Ray didn't grant {_told_nodes(refused)} yet"
+            try:
+                self._store.grant(row.id, group_name(row.id), seats, now)
+            except TransitionRefused:
+                self._groups.give_back(row.id, seats)
+                raise
+        return ""
+
+    # -- jobs that hold nodes
+
+    def settle(self, row: JobRow, now: float) -> None:
+        """Take in what the job's present attempt shows of its nodes; done again, it changes
+        nothing."""
+        nodes = self._groups.capacities()
+        addresses = machine_addresses(nodes)
+        drilled = self._store.events_of_attempt(row.id, row.attempt, "drill")
+        rehearsed = {e["detail"]["rank"] for e in drilled}
+        seen = self._store.incidents(row.id, row.attempt)
+        cases = accused(seen, row.nodes, rehearsed, addresses, row.id)
+        cases += self._failed_checks(row, addresses)
+        need = need_of(row.spec)
+        for case in cases:
+            barred = barring(self._store.nodes.quarantines(), nodes, row.id, now)
+            able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
+            others = [n for n in able if n.node_id not in barred and n.node_id != case.node_id]
+            found = self._store.nodes.accuse(case, self._config, len(others))
+            if isinstance(found, Quarantine):
+                continue
+            logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
+            if found.news:
+                where = f"{case.address} ({case.node_id[:8]})" if case.address else case.node_id[:8]
+                told = f"Node {where} is not quarantined: {found.why}."
+                detail = {"node_id": case.node_id}
+                self._store.note(row.id, EventDraft("node_kept", now, told, detail))
+
+    def mend(self, row: JobRow, now: float) -> str:
+        """See to it that every rank of the job has a node; empty, or what it waits for.
+
+        Ranks move to spares at once; else to other nodes, which are taken here.
+        """
+        self.settle(row, now)
+        with self._placing:
+            need = need_of(row.spec)
+            lost = self._groups.lost(row.id, row.nodes, need.resource, row.spec.snapshots.keep)
+            tries = 0
+            while True:
+                nodes = self._capacities(now)
+                barred = self._barred(row.id, [*nodes, *row.nodes], now)
+                plan = mend_some(
+                    row.nodes,
+                    need,
+                    counts_of(row.spec),
+                    nodes,
+                    lost=lost,
+                    barred=barred,
+                    waits=row.spec.recovery.no_other_node == "wait",
+                    numbered=max((s.bundle for s in self._left.get(row.id, ())), default=-1),
+                )
+                if isinstance(plan, Short):
+                    self._short[row.id] = plan.missing
+                    return plan.reason
+                refused = self._take(row, plan.taken, now)
+                if not refused:
+                    break
+                tries += 1
+                if tries > len(nodes):
+                    return f"needs {need} again; Ray didn't grant {_told_nodes(refused)} yet"
+            self._short.pop(row.id, None)
+            if plan.nodes != row.nodes:
+                told = [*moves(plan, lost, barred, now), *resized(row, plan, now)]
+                self._store.replace_nodes(row.id, plan.nodes, *told)
+                gone = [seat for seat in plan.dropped if seat.bundle in lost]
+                self._groups.give_back(row.id, gone)
+                left = [seat for seat in plan.dropped if seat not in gone]
+                self._left.setdefault(row.id, []).extend(left)
+            self._tell_stayed(row, plan, barred, now)
+        return ""
+
+    def could_grow(self, row: JobRow, now: float) -> int:
+        """Nodes on which a job that runs on fewer than it asks for could run now; 0: no more."""
+        working = sum(not seat.spare for seat in row.nodes)
+        if working >= row.spec.num_nodes or now - self._grown.get(row.id, 0.0) < FILL_EVERY_S:
+            return 0
+        self._grown[row.id] = now
+        nodes = self._capacities(now)
+        barred = self._barred(row.id, nodes, now)
+        plan = mend_some(row.nodes, need_of(row.spec), counts_of(row.spec), nodes, barred=barred)
+        if isinstance(plan, Short):
+            return 0
+        found = sum(not seat.spare for seat in plan.nodes)
+        return found if found > working else 0
+
+    def leave(self, row: JobRow) -> None:
+        """Give back the nodes that the job has left, once it trains elsewhere."""
+        if row.state is JobState.RUNNING and (left := self._left.pop(row.id, None)):
+            with self._placing:
+                self._groups.give_back(row.id, left)
+
+    def fill(self, row: JobRow, now: float) -> tuple[NodeSlot, ...] | None:
+        """Take spares that the group is short of; all that it has then, None if that is no news.
+
+        Spares on nodes that died or were quarantined are given back.
+        """
+        need = need_of(row.spec)
+        if not need.spares or now - self._filled.get(row.id, 0.0) < FILL_EVERY_S:
+            return None
+        self._filled[row.id] = now
+        with self._placing:
+            row = self._store.job(row.id)
+            nodes = self._capacities(now)
+            alive = {n.node_id for n in nodes}
+            barred = self._barred(row.id, nodes, now)
+            bad = [
+                seat
+                for seat in row.nodes
+                if seat.spare and (seat.node_id not in alive or seat.node_id in barred)
+            ]
+            kept = tuple(seat for seat in row.nodes if seat not in bad)
+            found = fill(row.nodes, need, nodes, barred, {seat.bundle for seat in bad})
+            if found and self._take(row, found, now):
+                found = ()
+            if not found and not bad:
+                return None
+            told = [spare_told(seat, now) for seat in found]
+            self._store.replace_nodes(row.id, (*kept, *found), *told)
+            self._groups.give_back(row.id, bad)
+        return tuple(seat for seat in (*kept, *found) if seat.spare)
+
+    def give_up_spares(self, row: JobRow, to: str, now: float) -> None:
+        """Take a job's spares from it, for another one that is more important."""
+        with self._placing:
+            row = self._store.job(row.id)
+            given = [seat for seat in row.nodes if seat.spare]
+            message = f"Its spares, {_told_nodes(given)}, go to {to}, which has a higher priority."
+            event = EventDraft("spares_given_up", now, message, {"to": to})
+            kept = [seat for seat in row.nodes if not seat.spare]
+            self._store.replace_nodes(row.id, kept, event)
+            self._groups.give_back(row.id, given)
+            # The other one comes first.
+            self._filled[row.id] = now + GIVEN_UP_S
+
+    def release(self, row: JobRow) -> None:
+        """Give back all that the job holds."""
+        with self._placing:
+            self._groups.release(row.id)
+            self._store.release(row.id)
+        self._filled.pop(row.id, None)
+        self._short.pop(row.id, None)
+        self._left.pop(row.id, None)
+
+    def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:
+        """Tell the autoscaler what jobs wait for; it is told only when that changes."""
+        if self._fixed:
+            return
+        nodes = self._groups.capacities()
+        held = [
+            replace(need_of(row.spec), nodes=max(len(row.nodes), row.spec.num_nodes))
+            for row in holding
+        ]
+        barred = barring(self._store.nodes.quarantines(), nodes, "", now)
+        needs = [_with_spares(need_of(r.spec)) for r in waiting]
+        fewer = any(0 < len(row.nodes) < row.spec.num_nodes for row in holding)
+        shapes = wish(needs, held, nodes, barred, short=bool(self._short) or fewer)
+        if shapes != self._wished:
+            self._groups.wish(shapes)
+            self._wished = shapes
+
+    # -- how it is done
+
+    def _take(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot]:
+        """Those that Ray didn't grant; they are passed over for a while."""
+        if not seats:
+            return []
+        need = need_of(row.spec)
+        refused = self._groups.take(row.id, seats, need.resource, row.spec.snapshots.keep)
+        self._unwilling |= {seat.node_id: now + UNWILLING_S for seat in refused}
+        return refused
+
+    def _capacities(self, now: float) -> list[NodeCapacity]:
+        """Living nodes, their free slots without what jobs hold by our own records: Ray tells of
+        a placement a moment later. Those that didn't grant a moment ago have none."""
+        held: dict[str, dict[str, float]] = {}
+        for row in self._store.jobs_to_tend():
+            resource = need_of(row.spec).resource
+            for seat in row.nodes:
+                of = held.setdefault(seat.node_id, {})
+                of[resource] = of.get(resource, 0.0) + seat.slots
+        found = []
+        for node in self._groups.capacities():
+            used = held.get(node.node_id, {})
+            free = {
+                k: max(0.0, min(node.free.get(k, 0.0), total - used.get(k, 0.0)))
+                for k, total in node.total.items()
+            }
+            if self._unwilling.get(node.node_id, 0.0) > now:
+                free = dict.fromkeys(free, 0.0)
+            found.append(replace(node, free=free))
+        return found
+
+    def _barred(
+        self, job: str, nodes: Sequence[NodeCapacity | NodeSlot], now: float
+    ) -> dict[str, Barred]:
+        return barring(self._store.nodes.quarantines(), nodes, job, now)
+
+    def _failed_checks(self, row: JobRow, addresses: dict[str, str]) -> list[Accusation]:
+        """What preflight found of the attempt's nodes."""
+        found = []
+        for event in self._store.events_of_attempt(row.id, row.attempt, "preflight_failed"):
+            for node_id, failure in event["detail"]["failed"].items():
+                found.append(
+                    Accusation(
+                        node_id=node_id,
+                        address=addresses.get(node_id, ""),
+                        job=row.id,
+                        attempt=row.attempt,
+                        kind="unfit" if failure["for_this_job"] else "preflight",
+                        message=failure["reason"],
+                        time=event["time"],
+                    )
+                )
+        return found
+
+    def _tell_stayed(
+        self, row: JobRow, plan: Mended, barred: dict[str, Barred], now: float
+    ) -> None:
+        for seat in plan.stayed:
+            why = barred[seat.node_id].reason.rstrip(".")
+            told = (
+                f"Node {told_node(seat)} is quarantined, and no other is free: the job goes on "
+                f"there (recovery.no_other_node: continue). {why}."
+            )
+            self._store.note(row.id, EventDraft("node_kept", now, told, {"node_id": seat.node_id}))
+
+
+def _told_nodes(seats: Sequence[NodeSlot]) -> str:
+    return ", ".join(told_node(seat) for seat in seats)
+
+
+def _with_spares(need: Need) -> Need:
+    return replace(need, nodes=need.nodes + need.spares)

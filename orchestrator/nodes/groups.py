@@ -1,0 +1,252 @@
+"""The nodes that jobs hold, on Ray: one placement group and one keeper a node.
+
+Each seat of a group is a placement group of one bundle that is pinned to its node, so that a node
+can be replaced, or a spare added, while the others stay where they are; which node it is, is
+decided by ``orchestrator.placement``. The bundle is held by a keeper, so that ranks need no
+resources of their own and a restart can't lose its place to another job.
+
+Promises: seats are taken all or none; what a controller took before it died, and no record knows,
+is removed before it is in the way; every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import NodeCapacity, Resource
+from orchestrator.protocol import NAMESPACE, keeper_actor
+
+logger = logging.getLogger(__name__)
+
+GRANT_TIMEOUT_S = 5.0
+"""Seconds in which Ray reserves seats that fit, of all together; it takes milliseconds."""
+PING_S = 3.0
+"""Seconds that the keepers of a group may take to answer."""
+STARTING_S = 60.0
+"""Seconds that a keeper may take to start on an overworked node."""
+
+
+class NodeGroups(Protocol):
+    """Where nodes come from."""
+
+    def capacities(self) -> list[NodeCapacity]:
+        """Living nodes."""
+
+    def take(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        """Hold all of ``seats``, each with a keeper of ``keep`` snapshots a rank; or none of
+        them, and the ones that weren't granted."""
+
+    def lost(self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int) -> set[int]:
+        """Numbers of held seats that can't be used any more; those whose keeper or placement is
+        gone from a node that lives are made anew there."""
+
+    def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
+        """End these seats' keepers and give their nodes back; what is gone is no error."""
+
+    def release(self, job: str) -> None:
+        """Give back all that the job holds, whether a record knows it or not."""
+
+    def wish(self, shapes: Sequence[dict[str, float]]) -> None:
+        """Ask the cluster's autoscaler to make room for these at once; none: for nothing more."""
+
+
+def group_name(job: str) -> str:
+    """What the names of the job's placement groups begin with."""
+    return f"octavo-{job}"
+
+
+class RayNodeGroups:
+    """Groups on the Ray cluster that this process belongs to."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, float] = {}
+        """When this process started a keeper: one that is young is not lost for being silent."""
+
+    def capacities(self) -> list[NodeCapacity]:
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        return [
+            NodeCapacity(
+                n["NodeID"],
+                dict(n["Resources"]),
+                dict(free.get(n["NodeID"], {})),
+                n["NodeManagerAddress"],
+                n["NodeManagerHostname"],
+            )
+            for n in ray.nodes()
+            if n["Alive"]
+        ]
+
+    def take(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        from ray.util import placement_group
+
+        self.give_back(job, seats)
+        deadline = time.monotonic() + GRANT_TIMEOUT_S
+        groups = {
+            seat: placement_group(
+                [{resource: seat.slots}],
+                name=_seat_name(job, seat.bundle),
+                # It must outlive a controller that restarts.
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": seat.node_id}],
+            )
+            for seat in seats
+        }
+        refused = [
+            seat
+            for seat, group in groups.items()
+            if not group.wait(max(0.05, deadline - time.monotonic()))
+        ]
+        if refused:
+            self.give_back(job, seats)
+            return refused
+        for seat, group in groups.items():
+            _start_keeper(job, seat, group, resource, keep)
+            self._started[keeper_actor(job, seat.bundle)] = time.monotonic()
+        return []
+
+    def lost(self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int) -> set[int]:
+        import ray
+
+        gone = self._silent(job, seats)
+        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        lost = {seat.bundle for seat in seats if seat.node_id not in alive}
+        for seat in seats:
+            why = gone.get(seat.bundle)
+            if why is None or seat.bundle in lost:
+                continue
+            if why == "silent" or self.take(job, [seat], resource, keep):
+                lost.add(seat.bundle)
+            else:
+                logger.warning("the keeper of %s on %s died, and starts again", job, seat.node_ip)
+        return lost
+
+    def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
+        import ray
+        from ray.util import remove_placement_group
+
+        keepers = {seat.bundle: _actor(keeper_actor(job, seat.bundle)) for seat in seats}
+        _end_ranks([keeper for keeper in keepers.values() if keeper is not None])
+        for seat in seats:
+            self._started.pop(keeper_actor(job, seat.bundle), None)
+            keeper = keepers[seat.bundle]
+            if keeper is not None:
+                with contextlib.suppress(Exception):  # it may be gone already
+                    ray.kill(keeper, no_restart=True)
+            group = _placement_group(_seat_name(job, seat.bundle))
+            if group is not None:
+                remove_placement_group(group)
+
+    def release(self, job: str) -> None:
+        from ray.util import placement_group_table
+
+        prefix = _seat_name(job, 0)[:-1]
+        held = [
+            entry["name"].removeprefix(prefix)
+            for entry in placement_group_table().values()
+            if entry["name"].startswith(prefix) and entry["state"] != "REMOVED"
+        ]
+        seats = [NodeSlot("", "", int(number), 0) for number in held if number.isdigit()]
+        self.give_back(job, seats)
+
+    def wish(self, shapes: Sequence[dict[str, float]]) -> None:
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=list(shapes))
+
+    def _silent(self, job: str, seats: Sequence[NodeSlot]) -> dict[int, str]:
+        """Seats whose keeper doesn't answer: ``dead``, or ``silent``, which is worse: there is
+        no telling what still runs there."""
+        import ray
+
+        asked, found = {}, {}
+        for seat in seats:
+            name = keeper_actor(job, seat.bundle)
+            keeper = _actor(name)
+            if keeper is None:
+                found[seat.bundle] = "dead"
+            else:
+                asked[keeper.ping.remote()] = (seat.bundle, name)
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=PING_S)
+        for reference, (bundle, name) in asked.items():
+            try:
+                ray.get(reference, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                age = time.monotonic() - self._started.get(name, -math.inf)
+                if age > STARTING_S:
+                    found[bundle] = "silent"
+            except ray.exceptions.RayError:
+                found[bundle] = "dead"
+        return found
+
+
+def _end_ranks(keepers: Sequence[Any]) -> None:
+    """By force, those that still run on these nodes: a frozen rank notices nothing itself."""
+    import ray
+
+    asked = [keeper.end_ranks.remote() for keeper in keepers]
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=PING_S)
+
+
+def _start_keeper(job: str, seat: NodeSlot, group: Any, resource: Resource, keep: int) -> None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from launch.keeper import Keeper
+
+    keeper = ray.remote(Keeper).options(
+        name=keeper_actor(job, seat.bundle),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=seat.slots if resource == "CPU" else 0,
+        num_gpus=seat.slots if resource == "GPU" else 0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0, False),
+        max_concurrency=8,
+    )
+    deadline = time.monotonic() + PING_S
+    while True:
+        try:
+            keeper.remote(keep)
+            return
+        except ValueError:
+            # One of this name was ended a moment ago, and Ray hasn't taken it in.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _seat_name(job: str, bundle: int) -> str:
+    return f"{group_name(job)}-seat-{bundle}"
+
+
+def _placement_group(name: str) -> Any | None:
+    from ray.util import get_placement_group, placement_group_table
+
+    try:
+        found = get_placement_group(name)
+    except ValueError:
+        return None
+    return None if placement_group_table(found).get("state") in (None, "REMOVED") else found
+
+
+def _actor(name: str) -> Any | None:
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None

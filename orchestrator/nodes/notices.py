@@ -1,0 +1,44 @@
+"""What is told of a job's nodes, in words. Pure."""
+
+from __future__ import annotations
+
+from orchestrator.events import EventDraft
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import Barred, Mended, told_node
+from orchestrator.store.rows import JobRow
+
+
+def moves(plan: Mended, lost: set[int], barred: dict[str, Barred], now: float) -> list[EventDraft]:
+    """Whose ranks moved, from where to where, and why."""
+    told = []
+    for old, new in plan.moved:
+        why = "is lost" if old.bundle in lost else "is quarantined"
+        to = f"node {told_node(new)}" if new in plan.taken else f"the spare {told_node(new)}"
+        message = f"Node {told_node(old)} {why}; its ranks move to {to}."
+        detail = {
+            "from": old.node_id,
+            "to": new.node_id,
+            "spare": new not in plan.taken,
+            "why": barred[old.node_id].reason if old.node_id in barred else "lost",
+        }
+        told.append(EventDraft("node_replaced", now, message, detail))
+    return told
+
+
+def resized(row: JobRow, plan: Mended, now: float) -> list[EventDraft]:
+    """That a job goes on with fewer nodes than it asks for, or with more than it had."""
+    before = sum(not seat.spare for seat in row.nodes)
+    after = sum(not seat.spare for seat in plan.nodes)
+    if before == after:
+        return []
+    wanted = row.spec.num_nodes
+    why = "no other nodes are free" if after < before else "others are free"
+    message = f"It goes on on {after} of {wanted} nodes, after {before}: {why}."
+    detail = {"nodes": after, "before": before, "num_nodes": wanted}
+    return [EventDraft("nodes_resized", now, message, detail)]
+
+
+def spare_told(seat: NodeSlot, now: float) -> EventDraft:
+    """A spare was found."""
+    message = f"Node {told_node(seat)} stands ready as a spare."
+    return EventDraft("spare_taken", now, message, {"node_id": seat.node_id})

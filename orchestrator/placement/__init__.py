@@ -1,0 +1,1 @@
+"""Which nodes a job gets, and when. Pure."""

@@ -1,0 +1,90 @@
+"""A job's nodes where their number may vary: ``resources.min_nodes``. Pure.
+
+With every start of its ranks a job gets as many nodes as it asks for, or else the largest number
+of nodes on which its replicas can share the batch (``spec.degrees.node_counts``). Promises:
+seats that can stay do; which of them go is decided by what is wrong with them, the lost ones first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.placement import Barred, Mended, Need, NodeCapacity, Short, mend, place
+from orchestrator.spec.degrees import node_counts
+from orchestrator.spec.job import JobSpec
+
+
+def counts_of(spec: JobSpec) -> tuple[int, ...]:
+    """Numbers of nodes that a job may run on, the most first; its own alone without min_nodes."""
+    least = spec.resources.min_nodes
+    return (spec.num_nodes,) if least is None else tuple(node_counts(spec, least))
+
+
+def place_some(
+    need: Need, counts: Sequence[int], nodes: Sequence[NodeCapacity], barred: Collection[str] = ()
+) -> tuple[NodeSlot, ...] | None:
+    """The seats of a new group of the largest of ``counts`` that fits; None where none does."""
+    groups = (place(replace(need, nodes=count), nodes, barred) for count in counts)
+    return next((group for group in groups if group is not None), None)
+
+
+def mend_some(
+    group: Sequence[NodeSlot],
+    need: Need,
+    counts: Sequence[int],
+    nodes: Sequence[NodeCapacity],
+    *,
+    lost: Collection[int] = (),
+    barred: Mapping[str, Barred] = {},
+    waits: bool = False,
+    numbered: int = -1,
+) -> Mended | Short:
+    """``placement.mend`` for the largest of ``counts`` for which there are nodes.
+
+    Of a group that is smaller than it may be, more seats are filled; of one that can't be made
+    whole, some go. Short: of the first of ``counts``, where none of them can be had.
+    """
+    first: Short | None = None
+    for count in counts:
+        resized, missing = _resized(group, need, count, lost, barred)
+        plan = mend(
+            resized,
+            need,
+            nodes,
+            lost={*lost, *missing},
+            barred=barred,
+            waits=waits,
+            numbered=max(numbered, *(seat.bundle for seat in group), -1),
+        )
+        if isinstance(plan, Mended):
+            held = {seat.bundle for seat in plan.nodes}
+            return replace(
+                plan,
+                dropped=tuple(seat for seat in group if seat.bundle not in held),
+                moved=tuple(pair for pair in plan.moved if pair[0].bundle not in missing),
+            )
+        first = first or plan
+    assert first is not None, "there is at least one count"
+    return first
+
+
+def _resized(
+    group: Sequence[NodeSlot],
+    need: Need,
+    count: int,
+    lost: Collection[int],
+    barred: Mapping[str, Barred],
+) -> tuple[list[NodeSlot], set[int]]:
+    """The group with ``count`` working seats, and the bundles of those that are yet to be found."""
+    working = [seat for seat in group if not seat.spare]
+    spares = [seat for seat in group if seat.spare]
+    worst = sorted(
+        working, key=lambda s: (s.bundle not in lost, s.node_id not in barred, -working.index(s))
+    )
+    gone = {seat.bundle for seat in worst[: max(0, len(working) - count)]}
+    kept = [seat for seat in working if seat.bundle not in gone]
+    fresh = max((seat.bundle for seat in group), default=-1) + 1
+    more = [NodeSlot("", "", fresh + i, need.slots) for i in range(count - len(kept))]
+    return [*kept, *more, *spares], {seat.bundle for seat in more}

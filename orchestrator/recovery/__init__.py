@@ -1,0 +1,1 @@
+"""From incidents to decisions: the ladder and its evidence. Pure."""

@@ -1,0 +1,61 @@
+"""How many restarts recovery may cost, and when they no longer get a job anywhere. Pure.
+
+Promises: both are counted from stored actions; what a person asked for charges nothing, and after
+a pause or a failure that a person resumed, both are counted anew (``recovery.fresh_start``).
+"""
+
+from __future__ import annotations
+
+from orchestrator.actions import Action, History
+from orchestrator.recovery.fresh_start import since_fresh_start
+from orchestrator.spec.config import RecoveryConfig
+
+
+def is_restart(action: Action) -> bool:
+    """Whether the action ends its attempt for another one."""
+    return action.kind == "restart" or (
+        not action.in_place and action.kind not in ("pause", "fail")
+    )
+
+
+def restarts_within(history: History, window_steps: int) -> int:
+    """Attempts that recovery has cost in the newest ``window_steps`` steps.
+
+    Steps, not seconds: they stand still while a job dies again and again.
+    """
+    return sum(
+        is_restart(action) and action.asked is None and history.step - action.step < window_steps
+        for action in since_fresh_start(history.actions)
+    )
+
+
+def without_progress(history: History) -> int:
+    """Attempts in a row, the present one included, that ended without a step beyond those
+    before; on a way back, without one beyond where it led."""
+    reached = -1
+    row = 0
+    for action in history.actions:
+        if action.kind in ("pause", "fail"):
+            row = 0
+        elif is_restart(action):
+            row = 0 if action.asked is not None or action.step > reached else row + 1
+            reached = max(reached, action.step)
+        if action.to_step is not None:
+            reached = min(reached, action.to_step - 1)
+    return 0 if history.step > reached else row + 1
+
+
+def restarts_spent(history: History, policy: RecoveryConfig) -> str:
+    """Why no restart is left; empty while one is."""
+    used = restarts_within(history, policy.restart_window_steps)
+    if used >= policy.max_restarts:
+        since = history.step - policy.restart_window_steps
+        within = f" since step {since}" if since >= 0 else ""
+        return f"{used} of recovery.max_restarts = {policy.max_restarts} are used{within}"
+    vain = without_progress(history)
+    if vain >= policy.max_attempts_without_progress:
+        return (
+            f"{vain} attempts in a row ended without a new step "
+            f"(recovery.max_attempts_without_progress = {policy.max_attempts_without_progress})"
+        )
+    return ""

@@ -1,0 +1,1 @@
+"""A job's stored records through policies again, and rehearsals of its recovery."""

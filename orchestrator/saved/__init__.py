@@ -1,0 +1,1 @@
+"""What training can start from: snapshots, copies on partners, checkpoints."""

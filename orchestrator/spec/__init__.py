@@ -1,0 +1,1 @@
+"""What a user submits: sections, checks, completion, and errors told by file and key."""

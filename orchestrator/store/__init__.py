@@ -1,0 +1,1 @@
+"""What is durable: one database, written by the controller alone."""

@@ -1,0 +1,144 @@
+"""Rows of what is held against nodes: accusations and quarantines.
+
+Promises: what an attempt shows of a node is stored once, with what comes of it, in one
+transaction; rows are never deleted, so that a node that comes back is known. Those that ended are
+kept; what is read back is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, fields
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from orchestrator.events import EventDraft
+from orchestrator.placement.quarantine import (
+    Accusation,
+    Dismissed,
+    Quarantine,
+    judge,
+)
+from orchestrator.spec.config import QuarantineConfig
+from orchestrator.store.rows import add_event, stored_job
+from orchestrator.store.tables import accusations, quarantines
+
+Transaction = Callable[[], AbstractContextManager[Connection]]
+
+REMEMBERED = 1000
+"""Newest quarantines that are read."""
+
+
+class NodeRecords:
+    """Accusations and quarantines of a store; ``writing`` and ``reading`` are its transactions."""
+
+    def __init__(self, writing: Transaction, reading: Transaction) -> None:
+        self._writing = writing
+        self._reading = reading
+
+    def quarantines(self) -> list[Quarantine]:
+        """All there were, oldest first, over ones included."""
+        with self._reading() as db:
+            return _quarantines(db)
+
+    def accuse(
+        self, case: Accusation, config: QuarantineConfig, others: int
+    ) -> Quarantine | Dismissed:
+        """Store what an attempt shows of a node, and what comes of it with its event.
+
+        Told again it changes nothing. ``others``: nodes that could take its place.
+        """
+        same = (
+            accusations.c.job == case.job,
+            accusations.c.attempt == case.attempt,
+            accusations.c.node_id == case.node_id,
+            accusations.c.kind == case.kind,
+        )
+        with self._writing() as db:
+            if db.execute(sa.select(accusations.c.id).where(*same)).first() is not None:
+                return Dismissed("it is stored already")
+            row = {**asdict(case), "rehearsed": int(case.rehearsed)}
+            db.execute(sa.insert(accusations).values(row))
+            since = case.time - config.window_s
+            recent = sa.select(accusations).where(accusations.c.time > since)
+            past = [_accusation(row) for row in db.execute(recent).mappings()]
+            found = judge(case, past, _quarantines(db), config, others=others)
+            if isinstance(found, Quarantine):
+                _add(db, found, case.attempt)
+            return found
+
+    def quarantine(self, entry: Quarantine, jobs: Sequence[tuple[str, int]]) -> None:
+        """Store one that a person asked for; ``jobs``: (job, attempt) that are told of it."""
+        with self._writing() as db:
+            db.execute(sa.insert(quarantines).values(asdict(entry)))
+            for job, attempt in jobs:
+                add_event(db, job, attempt, _told(entry))
+
+    def release(self, entry: Quarantine, by: str, now: float) -> None:
+        """It is over by the word of ``by``; the job that showed the fault is told."""
+        which = sa.and_(
+            quarantines.c.node_id == entry.node_id,
+            quarantines.c.since == entry.since,
+            quarantines.c.kind == entry.kind,
+            quarantines.c.released_at.is_(None),
+        )
+        with self._writing() as db:
+            db.execute(sa.update(quarantines).where(which).values(released_at=now))
+            if entry.job:
+                told = (
+                    f"Node {_named(entry)} is released by {by}; it was quarantined: {entry.reason}"
+                )
+                detail = {"node_id": entry.node_id, "by": by}
+                attempt = stored_job(db, entry.job)["attempt"]
+                add_event(db, entry.job, attempt, EventDraft("node_released", now, told, detail))
+
+
+def _add(db: Connection, entry: Quarantine, attempt: int) -> None:
+    db.execute(sa.insert(quarantines).values(asdict(entry)))
+    if entry.job:
+        add_event(db, entry.job, attempt, _told(entry))
+
+
+def _told(entry: Quarantine) -> EventDraft:
+    where = _named(entry)
+    term = "until it is released"
+    if entry.until is not None:
+        term = f"for {_spell(entry.until - entry.since)}"
+    who = f" by {entry.by}" if entry.by else ""
+    return EventDraft(
+        "node_quarantined",
+        entry.since,
+        f"Node {where} is quarantined{who} {term}: {entry.reason}",
+        {
+            "node_id": entry.node_id,
+            "address": entry.address,
+            "kind": entry.kind,
+            "until": entry.until,
+            "by": entry.by,
+        },
+    )
+
+
+def _named(entry: Quarantine) -> str:
+    return f"{entry.address} ({entry.node_id[:8]})" if entry.address else entry.node_id[:8]
+
+
+def _spell(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _quarantines(db: Connection) -> list[Quarantine]:
+    newest = sa.select(quarantines).order_by(quarantines.c.id.desc()).limit(REMEMBERED)
+    names = [field.name for field in fields(Quarantine)]
+    rows = [Quarantine(**{k: row[k] for k in names}) for row in db.execute(newest).mappings()]
+    return rows[::-1]
+
+
+def _accusation(row: sa.RowMapping) -> Accusation:
+    values = {field.name: row[field.name] for field in fields(Accusation)}
+    return Accusation(**{**values, "rehearsed": bool(row["rehearsed"])})

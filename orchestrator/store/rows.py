@@ -1,0 +1,272 @@
+"""Rows of the store's tables: what they mean, and the statements that write one.
+
+Promises: every function works inside the caller's transaction and begins none.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, RowMapping
+
+from orchestrator.events import EventDraft
+from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
+from orchestrator.node_slot import NodeSlot
+from orchestrator.protocol import StepContext, SupervisorBatch
+from orchestrator.recovery.controls import answered
+from orchestrator.spec.job import JobSpec
+from orchestrator.store.controls import answer_controls, answer_the_rest
+from orchestrator.store.tables import actions, attempts, contexts, events, incidents, jobs, steps
+from orchestrator.store.webhooks import add_webhook
+
+
+class UnknownJobError(KeyError):
+    """No job has this id."""
+
+    def __str__(self) -> str:
+        return f"there is no job {self.args[0]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job as stored. Times are seconds since the epoch, None where it hasn't come so far."""
+
+    id: str
+    name: str
+    state: JobState
+    reason: str
+    """Why it is in this state, or what a queued job waits for; one sentence or empty."""
+    priority: int
+    file: str
+    """The job file as the user named it."""
+    spec: JobSpec
+    job_dir: str
+    submitted_at: float
+    started_at: float | None
+    ended_at: float | None
+    attempt: int
+    """The current attempt, 0 before the first."""
+    placement_group: str
+    nodes: tuple[NodeSlot, ...]
+    step: int
+    """Newest step recorded, -1 for none."""
+    timeline: int
+    loss: float | None
+    submitted_by: str = ""
+    """Whose turn in the queue it takes, as they call themselves."""
+    granted_at: float | None = None
+    """When it was given nodes last."""
+    goes_on_at: int | None = None
+    """The step that a way back leads to; None once a step has followed."""
+
+    @property
+    def stands_at(self) -> int:
+        """Newest step that was not given up, -1 for none."""
+        return stands_at(self.step, self.goes_on_at)
+
+
+def stands_at(step: int, goes_on_at: int | None) -> int:
+    """``JobRow.stands_at``."""
+    return step if goes_on_at is None else min(step, goes_on_at - 1)
+
+
+def dump(value: object) -> str:
+    """JSON text of a column; ValueError for NaN and infinities, which JSON doesn't have."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def page_of(table: sa.Table, job: str, after: int, limit: int | None) -> sa.Select[Any]:
+    """The rows of a job with an id above ``after``, oldest first, ``limit`` at most."""
+    query = sa.select(table).where(table.c.job == job, table.c.id > after).order_by(table.c.id)
+    return query if limit is None else query.limit(limit)
+
+
+def stored_job(db: Connection, job: str) -> RowMapping:
+    """The job's row; raises ``UnknownJobError``."""
+    row = db.execute(sa.select(jobs).where(jobs.c.id == job)).mappings().one_or_none()
+    if row is None:
+        raise UnknownJobError(job)
+    return row
+
+
+def submitted_under(db: Connection, key: str) -> RowMapping | None:
+    """The row of the job that was submitted under ``key``."""
+    return db.execute(sa.select(jobs).where(jobs.c.submit_key == key)).mappings().one_or_none()
+
+
+def settled(row: JobRow) -> bool:
+    """Whether nothing more will happen by itself: ended or paused, and its nodes given back."""
+    at_rest = row.state.terminal or row.state is JobState.PAUSED
+    return at_rest and not row.placement_group
+
+
+def job_row(row: RowMapping) -> JobRow:
+    """The row as a value."""
+    values = {k: row[k] for k in JobRow.__dataclass_fields__}
+    values["state"] = state_named(row["state"])
+    values["spec"] = stored_spec(row["spec"])
+    values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
+    return JobRow(**values)
+
+
+def step_context(row: RowMapping) -> StepContext:
+    """The row of ``contexts`` as a value."""
+    return StepContext(
+        attempt=row["attempt"],
+        timeline=row["timeline"],
+        step=row["step"],
+        held=tuple(int(n) for n in row["held"].split(",") if n),
+        decides=bool(row["decides"]),
+        ended=bool(row["ended"]),
+    )
+
+
+def begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> bool:
+    """Whether the current attempt is the answer to the same question, asked before."""
+    asked = sa.and_(attempts.c.job == row["id"], attempts.c.attempt == row["attempt"])
+    begun = db.execute(sa.select(attempts).where(asked)).mappings().one()
+    same = begun["reason"] == reason and begun["sequence"] == 0
+    return same and row["attempt"] == after + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def stored_spec(text: str) -> JobSpec:
+    """A stored spec. A pass of the controller reads every job's, and they never change."""
+    return JobSpec.model_validate_json(text)
+
+
+def add_event(db: Connection, job: str, attempt: int, event: EventDraft) -> None:
+    """Write an event."""
+    row = {
+        "job": job,
+        "attempt": attempt,
+        "time": event.time,
+        "kind": event.kind,
+        "message": event.message,
+        "detail": dump(dict(event.detail)),
+    }
+    db.execute(sa.insert(events).values(row))
+
+
+def set_state(
+    db: Connection,
+    row: RowMapping,
+    cause: Cause,
+    after: JobState,
+    reason: str,
+    time: float,
+    detail: Mapping[str, Any],
+    *,
+    brief: bool = False,
+) -> None:
+    """Write a transition that the table allows, with its event; none if nothing changes.
+
+    ``brief``: another event has told the reason; this one says the cause only.
+    """
+    if row["state"] == after.word:
+        return
+    values: dict[str, Any] = {"state": after.word, "reason": reason}
+    if after is JobState.STARTING and row["started_at"] is None:
+        values["started_at"] = time
+    if after.terminal:
+        values["ended_at"] = time
+    db.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(values))
+    told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
+    message = f"{after.word}: {cause.value if brief or not reason else reason}"
+    add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
+    if after.terminal or after is JobState.PAUSED or cause is Cause.PREEMPTED:
+        now_stored = stored_job(db, row["id"])
+        if cause is not Cause.PREEMPTED:
+            config = stored_spec(row["spec"]).notifications
+            standing = stands_at(now_stored["step"], now_stored["goes_on_at"])
+            add_webhook(db, now_stored, config, after, cause, reason, time, standing)
+        step = now_stored["step"]
+        for control, answer in answer_the_rest(db, row["id"], after, step, reason, time):
+            notice = answered(control, answer)
+            draft = EventDraft(notice.kind, time, notice.message, notice.detail)
+            add_event(db, row["id"], row["attempt"], draft)
+
+
+def transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:
+    """Why the supervisor's transition can't be, or an empty string."""
+    if transition is None:
+        return ""
+    wanted, cause = transition
+    try:
+        after = next_state(state, cause)
+    except TransitionRefused as refused:
+        return str(refused)
+    # A supervisor that hasn't heard of the cancellation means well: the table decides.
+    if after is not wanted and state is not JobState.CANCELLING:
+        return str(TransitionRefused(state, cause, wanted))
+    return ""
+
+
+def store_batch(
+    db: Connection, row: RowMapping, attempt: int, batch: SupervisorBatch, time: float
+) -> None:
+    """Write all that a batch tells, its transition last."""
+    job = row["id"]
+    place = {"job": job, "attempt": attempt}
+    for event in batch.events:
+        add_event(db, job, attempt, event)
+    if batch.steps:
+        rows = [
+            {
+                **place,
+                "timeline": s["timeline"],
+                "step": s["step"],
+                "drills": ",".join(map(str, s.get("drills", ()))),
+                "batch": s["batch"],
+                "body": dump(dict(s)),
+            }
+            for s in batch.steps
+        ]
+        db.execute(sa.insert(steps), rows)
+    if batch.contexts:
+        known = [
+            {
+                "job": job,
+                "attempt": c.attempt,
+                "timeline": c.timeline,
+                "step": c.step,
+                "held": ",".join(map(str, c.held)),
+                "decides": int(c.decides),
+                "ended": int(c.ended),
+            }
+            for c in batch.contexts
+        ]
+        db.execute(sa.insert(contexts), known)
+    for table, records in (
+        (incidents, [dict(i) for i in batch.incidents]),
+        (actions, [a.to_json() for a in batch.actions]),
+    ):
+        for record in records:
+            found = {k: record[k] for k in ("timeline", "step", "kind")}
+            db.execute(sa.insert(table).values({**place, **found, "body": dump(record)}))
+    changed: dict[str, Any] = {}
+    if batch.steps:
+        newest = batch.steps[-1]
+        loss = float(newest["loss"])
+        changed = {"step": newest["step"], "timeline": newest["timeline"], "goes_on_at": None}
+        # Databases differ in what they do with NaN; the step's own body keeps it.
+        changed["loss"] = loss if loss - loss == 0 else None
+    # An action is stored before anything that it leads to.
+    for back in (action for action in batch.actions if action.to_step is not None):
+        changed["goes_on_at"] = back.to_step
+    answer_controls(db, job, batch.answers, time)
+    if batch.detector_state is not None:
+        changed["detector_state"] = dump(dict(batch.detector_state))
+    if changed:
+        db.execute(sa.update(jobs).where(jobs.c.id == job).values(changed))
+    if batch.transition:
+        cause = batch.transition[1]
+        after = next_state(state_named(row["state"]), cause)
+        told = [e.message for e in batch.events] or [a.reason for a in batch.actions]
+        reason = told[-1] if told else cause.value
+        set_state(db, row, cause, after, reason, time, {}, brief=bool(batch.events))

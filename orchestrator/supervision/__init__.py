@@ -1,0 +1,1 @@
+"""One job's supervisor: reports in, commands out."""

@@ -1,0 +1,205 @@
+"""Everything a supervisor has to tell, told once: to the store, to W&B, and to the report.
+
+Promises: what is told keeps its order; an action is durable before ``decided`` returns;
+memory is bounded (old records keep their numbers and lose their per-tensor statistics);
+W&B and the report never stop training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from launch.checkpoints import checkpoint_folder
+from monitoring.job_view import JobView
+from monitoring.records import Incident, StepRecord
+from orchestrator.actions import Action
+from orchestrator.events import EventDraft, Notice
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import JobHistory, ResumeState, StepContext
+from orchestrator.recovery.controls import ControlAnswer
+from orchestrator.spec.backend import backend_of
+from orchestrator.supervision.notices import backend_chosen, backend_detail, decided, seen
+from orchestrator.supervision.outbox import Outbox, Told
+from parallel.precision.choice import BackendChoice
+
+logger = logging.getLogger(__name__)
+
+LIGHT_RECORDS = 100_000
+"""Records kept for the report."""
+WHOLE_RECORDS = 512
+"""Newest records that keep their per-tensor statistics."""
+
+
+class RunLog(Protocol):
+    """The W&B run (``monitoring.wandb_run.WandbRun``): never blocks, never raises."""
+
+    def log_step(self, record: StepRecord) -> None: ...
+
+    def log_incident(self, incident: Mapping[str, Any]) -> None: ...
+
+    def log_action(self, action: Mapping[str, Any]) -> None: ...
+
+    def log_config(self, values: Mapping[str, Any]) -> None: ...
+
+    def log_start(self, start: Mapping[str, Any]) -> None: ...
+
+    def log_checkpoint(self, step: int, folder: Path) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any] | None = None, timeout: float = 20.0) -> bool: ...
+
+
+class Journal:
+    """The supervisor's side of the job's history."""
+
+    def __init__(
+        self,
+        resume: ResumeState,
+        outbox: Outbox,
+        run_log: RunLog | None = None,
+        history: JobHistory | None = None,
+    ) -> None:
+        """``history``: what earlier supervisors of the job told."""
+        past = history or JobHistory()
+        self._resume = resume
+        self._outbox = outbox
+        self._run_log = run_log
+        self._light: deque[StepRecord] = deque(
+            map(StepRecord.from_json, past.steps), maxlen=LIGHT_RECORDS
+        )
+        self._whole: deque[StepRecord] = deque()
+        self._incidents: list[Mapping[str, Any]] = list(past.incidents)
+        self._actions: list[Mapping[str, Any]] = [action.to_json() for action in resume.actions]
+        self._events: list[Mapping[str, Any]] = list(past.events)
+
+    @property
+    def refused(self) -> str | None:
+        """Why the controller no longer listens to this attempt; None while it does."""
+        return self._outbox.refused
+
+    def recorded(
+        self,
+        record: StepRecord,
+        detector_state: Mapping[str, Any] | None = None,
+        context: StepContext | None = None,
+    ) -> None:
+        """A step is complete."""
+        kept = None if context is None or context.usual else context
+        told = Told(step=record.to_json(), context=kept, detector_state=detector_state)
+        self._outbox.tell(told)
+        self._whole.append(record)
+        if len(self._whole) > WHOLE_RECORDS:
+            self._light.append(replace(self._whole.popleft(), tensors={}))
+        if self._run_log:
+            self._run_log.log_step(record)
+
+    def decided(
+        self,
+        action: Action,
+        incidents: Sequence[Incident],
+        transition: tuple[JobState, Cause] | None,
+        detector_state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """An action and what it answers; durable on return. Raises FencedError."""
+        rows = [incident.to_json() for incident in incidents]
+        events = [self._noted(seen(incident), incident.time) for incident in incidents]
+        events.append(self._noted(decided(action), action.time))
+        told = [Told(incident=row) for row in rows]
+        told += [Told(event=event) for event in events]
+        told.append(Told(action=action, transition=transition, detector_state=detector_state))
+        self._outbox.store(*told)
+        self._incidents += rows
+        self._actions.append(action.to_json())
+        if self._run_log:
+            for row in rows:
+                self._run_log.log_incident(row)
+            self._run_log.log_action(action.to_json())
+
+    def happened(
+        self, notice: Notice, now: float, transition: tuple[JobState, Cause] | None = None
+    ) -> None:
+        """An event; with a transition it goes out at once."""
+        event = self._noted(notice, now)
+        self._outbox.tell(Told(event=event, transition=transition), urgent=transition is not None)
+        if self._run_log and notice.kind == "attempt_started":
+            self._run_log.log_start(notice.detail)
+        if self._run_log and notice.kind == "checkpoint_written":
+            step = int(notice.detail["step"])
+            self._run_log.log_checkpoint(step, checkpoint_folder(self._resume.job_dir, step))
+
+    def answered(self, answer: ControlAnswer, notice: Notice, now: float) -> None:
+        """What became of a control; goes out at once."""
+        self._outbox.tell(Told(event=self._noted(notice, now), answer=answer), urgent=True)
+
+    def chosen(self, choice: BackendChoice, now: float) -> None:
+        """What the ranks run their linears on; an event where it wasn't foretold."""
+        if choice != backend_of(self._resume.spec):
+            self.happened(backend_chosen(choice), now)
+        if self._run_log:
+            self._run_log.log_config(backend_detail(choice))
+
+    def configured(self, values: Mapping[str, Any]) -> None:
+        """More of the run's configuration for W&B, known only now."""
+        if self._run_log:
+            self._run_log.log_config(values)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was told is stored. Raises FencedError."""
+        return self._outbox.store(timeout_s=timeout_s)
+
+    def begin(self, attempt: int) -> None:
+        """Speak for the next attempt."""
+        self._outbox.begin(attempt)
+
+    def view(self, state: JobState) -> JobView:
+        """The job as its supervisors saw it."""
+        return JobView(
+            job=self._resume.job,
+            state=state.word,
+            spec=self._resume.spec.model_dump(mode="json"),
+            steps=[*self._light, *self._whole],
+            incidents=tuple(self._incidents),
+            actions=tuple(self._actions),
+            events=tuple(self._events),
+            extra={"job_dir": self._resume.job_dir},
+        )
+
+    def write_report(self, state: JobState) -> None:
+        """``summary.json`` and ``report.html`` in the job's directory, and W&B's end."""
+        from monitoring.report import render_report
+        from monitoring.summary import summarize
+
+        summary: dict[str, Any] | None = None
+        try:
+            view = self.view(state)
+            summary = summarize(view)
+            folder = Path(self._resume.job_dir)
+            _write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+            _write(folder / "report.html", render_report(view))
+        except Exception:
+            # A full disk or a wrong number in a report is no reason to lose the job's end.
+            logger.exception("the report of %s could not be written", self._resume.job)
+        if self._run_log:
+            self._run_log.finish(summary)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._outbox.close()
+
+    def _noted(self, notice: Notice, now: float) -> EventDraft:
+        logger.info("%s: %s", notice.kind, notice.message)
+        event = EventDraft(notice.kind, now, notice.message, dict(notice.detail))
+        self._events.append(asdict(event))
+        return event
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the file in one go, so that a reader never sees half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,219 @@
+"""The supervisor actor: one a job, between the controller and the ranks.
+
+Promises: crash-only. All it needs is in the ``ResumeState`` and in what keepers and disk
+hold; when it dies its ranks end themselves, and the next supervisor starts the next
+attempt. The work itself is ``orchestrator.supervision.supervision``; this is its Ray skin.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launch.commands import Report
+from launch.preflight_run import PreflightRun
+from launch.worker_group import WorkerGroup
+from monitoring.environment import environment
+from monitoring.records import StepRecord
+from monitoring.wandb_run import WandbRun
+from orchestrator.node_slot import NodeSlot
+from orchestrator.protocol import (
+    CONTROLLER_ACTOR,
+    NAMESPACE,
+    Acknowledgement,
+    JobHistory,
+    ResumeState,
+    SupervisorBatch,
+)
+from orchestrator.recovery.controls import Control
+from orchestrator.spec.backend import backend_of
+from orchestrator.store.errors import StoreUnavailableError
+from orchestrator.supervision.journal import RunLog
+from orchestrator.supervision.notices import backend_detail
+from orchestrator.supervision.outbox import ControllerUnreachableError
+from orchestrator.supervision.preflight_gate import PreflightGate
+from orchestrator.supervision.supervision import Phase, Supervision
+
+logger = logging.getLogger(__name__)
+
+PASS_S = 0.25
+"""Longest time between two passes; a report, or a rank's end, starts one at once."""
+ANSWER_S = 30.0
+"""Seconds that the controller may take to answer before it counts as unreachable."""
+
+
+class RayController:
+    """The controller, found by name again after each restart."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+
+    def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
+        """Raises ControllerUnreachableError, or what the controller raised."""
+        resume: ResumeState = self._call("next_attempt", job, attempt, reason)
+        return resume
+
+    def history(self, job: str) -> JobHistory:
+        """Raises ControllerUnreachableError, or what the controller raised."""
+        past: JobHistory = self._call("history", job)
+        return past
+
+    def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
+        """Raises ControllerUnreachableError, or what the controller raised."""
+        answer: Acknowledgement = self._call("report", job, attempt, batch)
+        return answer
+
+    def _call(self, method: str, *args: Any) -> Any:
+        import ray
+
+        try:
+            if self._actor is None:
+                self._actor = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=ANSWER_S)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.as_instanceof_cause()
+            if isinstance(cause, StoreUnavailableError):
+                # As good as a controller that is away: what it was told, it is told again.
+                raise ControllerUnreachableError(str(error.cause)) from None
+            raise cause from None
+        except (ValueError, ray.exceptions.RayError) as error:
+            self._actor = None
+            raise ControllerUnreachableError(f"{type(error).__name__}: {error}") from error
+
+
+class Supervisor:
+    """Run as a detached Ray actor named ``protocol.supervisor_actor(job)``."""
+
+    def __init__(self) -> None:
+        self._supervision: Supervision | None = None
+        self._stop_reason: str | None = None
+        self._going = False
+
+    def run(self, resume: ResumeState) -> None:
+        """Run the job to a terminal or paused state, which is reported before this returns."""
+        import ray
+
+        self._going = True
+        try:
+            me = ray.get_runtime_context().current_actor
+            group = WorkerGroup(
+                resume.job,
+                me,
+                on_gpu=resume.spec.gpus_per_node is not None,
+                on_change=self._wake,
+            )
+            controller = RayController()
+            past = history(controller, resume)
+            self._supervision = Supervision(
+                resume,
+                controller,
+                group,
+                now=time.time(),
+                run_log=run_log(resume, past),
+                history=past,
+                gate=PreflightGate(resume.spec, partial(_begin_checks, group, self._wake)),
+            )
+            if self._stop_reason is not None:
+                self._supervision.ask_stop(self._stop_reason)
+            self._loop(self._supervision)
+        finally:
+            self._going = False
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """What ranks call; returns at once."""
+        if self._supervision is not None:
+            self._supervision.deliver(reports)
+
+    def stop(self, reason: str) -> None:
+        """End the job as cancelled, after a checkpoint where there is something to save."""
+        self._stop_reason = reason
+        if self._supervision is not None:
+            self._supervision.ask_stop(reason)
+
+    def control(self, controls: Sequence[Control]) -> None:
+        """What people ask for; the same ones come again until they are answered."""
+        if self._supervision is not None:
+            self._supervision.ask(controls)
+
+    def spares(self, spares: Sequence[NodeSlot]) -> None:
+        """The nodes that stand ready for the job now."""
+        if self._supervision is not None:
+            self._supervision.restocking.stand_ready(spares)
+
+    def ping(self) -> bool:
+        """Whether ``run`` is going."""
+        return self._going
+
+    def status(self) -> dict[str, object]:
+        """Where the job stands; empty before ``run``."""
+        return {} if self._supervision is None else self._supervision.status()
+
+    def _wake(self) -> None:
+        if self._supervision is not None:
+            self._supervision.inbox.wake()
+
+    def _loop(self, supervision: Supervision) -> None:
+        try:
+            while supervision.phase is not Phase.OVER:
+                supervision.step(time.time())
+                supervision.inbox.wait(PASS_S)
+        finally:
+            # Also after an error of ours: the next supervisor must find no rank of this one.
+            supervision.close()
+
+
+def _begin_checks(group: WorkerGroup, wake: Callable[[], None], *arguments: Any) -> PreflightRun:
+    """``orchestrator.supervision.preflight_gate.Begin``, in the workers of ``group``."""
+    seats, newcomers, demand, limits, now, timeout_s = arguments
+    return PreflightRun(
+        seats,
+        group.one_a_node(),
+        newcomers,
+        demand,
+        limits,
+        now=now,
+        timeout_s=timeout_s,
+        on_change=wake,
+        clock=time.time,
+    )
+
+
+def history(controller: RayController, resume: ResumeState) -> JobHistory:
+    """What was told of the job so far; empty, with a warning, when it can't be had."""
+    try:
+        return controller.history(resume.job)
+    except Exception:
+        # The report would be short of the job's beginning; training need not wait for that.
+        logger.exception("the past of %s could not be read", resume.job)
+        return JobHistory()
+
+
+def _topology(resume: ResumeState) -> dict[str, int]:
+    """What the job runs on, for W&B's configuration; its degrees are in the spec."""
+    seats = [node for node in resume.nodes if not node.spare]
+    return {
+        "nodes": len(seats),
+        "ranks": sum(node.slots for node in seats),
+        "spares": len(resume.nodes) - len(seats),
+    }
+
+
+def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
+    """The job's W&B run; None when there can't be one, for training goes on without."""
+    try:
+        spec = resume.spec.model_dump(mode="json") | backend_detail(backend_of(resume.spec))
+        spec |= {"environment": environment(), "topology": _topology(resume)}
+        run = WandbRun(resume.spec.wandb, resume.job, Path(resume.job_dir), spec)
+        run.start(
+            steps=[StepRecord.from_json(row) for row in past.steps],
+            incidents=past.incidents,
+            actions=[action.to_json() for action in resume.actions],
+        )
+    except Exception:
+        logger.exception("no W&B run for %s", resume.job)
+        return None
+    return run
