@@ -36,8 +36,8 @@ demo: install
 
 # Tests within one process share the cores; those that start ranks have all of them.
 test: install
-	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8
-	$(BIN)/python -m pytest --ignore tests/unit
+	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8 --durations 10
+	$(BIN)/python -m pytest --ignore tests/unit --durations 30
 
 # What was measured is in OUT; without a GPU everything is skipped, with the reason.
 test-gpu:

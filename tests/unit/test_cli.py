@@ -521,7 +521,8 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["cli", "spec", "client", "lifecycle", "recovery", "cli_run", "cli_up"]
+    "module",
+    ["cli.main", "spec.job", "api.client", "lifecycle", "recovery.policy", "cli.run", "cli.up"],
 )
 def test_the_command_starts_without_torch_ray_or_wandb(module: str) -> None:
     code = f"""

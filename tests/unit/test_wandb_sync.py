@@ -98,7 +98,10 @@ def test_syncing_the_folders_of_all_attempts_gives_one_run(tmp_path: Path) -> No
         folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
         assert len(folders) == 2
         command = [WANDB, "sync", *folders]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+        # In a folder of its own: the command leaves a log where it runs.
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, timeout=120, cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
     check(server)
 
