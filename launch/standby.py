@@ -95,8 +95,8 @@ def orphans(job: str, owner: Any, answer_s: float = PING_S) -> list[Any]:
 
 
 def job_prefix(job: str) -> str:
-    """How the names of a job's own workers begin."""
-    return f"octavo-worker-{job}-"
+    """How the names of a job's own workers begin, and no other job's: ids have no colon."""
+    return f"octavo-worker-{job}:"
 
 
 class StandbyPool:

@@ -8,6 +8,7 @@ import pytest
 
 from launch import worker as worker_module
 from launch.mailbox import Mailbox
+from launch.standby import job_prefix
 from launch.worker import Worker
 
 
@@ -48,3 +49,7 @@ def test_one_that_has_a_rank_waits_for_nobody_and_is_nobodys(orphan: Worker) -> 
     assert not orphan.adopt("the next")
     with pytest.raises(EndedError):
         orphan._end_unless_adopted("the first supervisor", "is gone")
+
+
+def test_no_job_takes_over_the_workers_of_one_whose_name_goes_on() -> None:
+    assert not job_prefix("llama-123abc-456def").startswith(job_prefix("llama-123abc"))
