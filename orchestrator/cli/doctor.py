@@ -25,7 +25,7 @@ from orchestrator.cli.show import NOT_FOUND, UNREACHABLE, CommandError, Output, 
 from orchestrator.cli.tables import plain, print_table
 
 if TYPE_CHECKING:
-    from orchestrator.doctor.checks import Finding, NodeAnswer
+    from orchestrator.doctor.checks import MachineFinding, NodeAnswer
     from orchestrator.home.folder import Home
 
 EVERY = "all"
@@ -109,7 +109,7 @@ def _mark(folder: Path) -> Iterator[str]:
         mark.unlink(missing_ok=True)
 
 
-def _show(found: Sequence[Finding], output: Output) -> None:
+def _show(found: Sequence[MachineFinding], output: Output) -> None:
     from orchestrator.doctor.checks import Level
 
     counts = {level: sum(f.level is level for f in found) for level in Level}

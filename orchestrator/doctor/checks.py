@@ -45,7 +45,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineFinding:
     """One thing looked at."""
 
     check: str
@@ -59,7 +59,7 @@ class Finding:
         return asdict(self)
 
 
-Check = Callable[[MachineFacts], Iterator[Finding]]
+Check = Callable[[MachineFacts], Iterator[MachineFinding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class NodeAnswer:
     error: str = ""
 
 
-def python(facts: MachineFacts) -> Iterator[Finding]:
+def python(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Of the versions that Octavo is written for."""
     have = _numbers(facts.python)[:2]
     if LEAST_PYTHON <= have < BEYOND_PYTHON:
-        yield Finding("python", Level.ok, f"Python {facts.python}")
+        yield MachineFinding("python", Level.ok, f"Python {facts.python}")
     else:
-        yield Finding(
+        yield MachineFinding(
             "python",
             Level.error,
             f"Python {facts.python}",
@@ -90,23 +90,27 @@ def python(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def packages(facts: MachineFacts) -> Iterator[Finding]:
+def packages(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Those that nothing runs without."""
     for name in ("torch", "deepspeed", "ray"):
         if name in facts.packages:
-            yield Finding(name, Level.ok, f"{name} {facts.packages[name]}")
+            yield MachineFinding(name, Level.ok, f"{name} {facts.packages[name]}")
         else:
-            yield Finding(name, Level.error, f"{name} is not installed", "pip install octavo")
+            yield MachineFinding(
+                name, Level.error, f"{name} is not installed", "pip install octavo"
+            )
 
 
-def driver(facts: MachineFacts) -> Iterator[Finding]:
+def driver(facts: MachineFacts) -> Iterator[MachineFinding]:
     """NVIDIA's driver against the CUDA of torch."""
     if facts.driver_error:
         remedy = "run nvidia-smi: it says what is wrong; after an update the machine is restarted"
-        yield Finding("driver", Level.error, f"the driver fails: {facts.driver_error}", remedy)
+        yield MachineFinding(
+            "driver", Level.error, f"the driver fails: {facts.driver_error}", remedy
+        )
         return
     if not facts.driver:
-        yield Finding("driver", Level.ok, "no NVIDIA driver: jobs run on CPU here")
+        yield MachineFinding("driver", Level.ok, "no NVIDIA driver: jobs run on CPU here")
         return
     major = (_numbers(str(facts.devices.get("cuda", ""))) or (0,))[0]
     least = LEAST_DRIVER.get(major, 0)
@@ -116,37 +120,45 @@ def driver(facts: MachineFacts) -> Iterator[Finding]:
     if (_numbers(facts.driver) or (0,))[0] < least:
         remedy = f"update the driver to {least} or newer, or take a torch for an older CUDA"
         told = f"{told}: too old for torch's CUDA {facts.devices.get('cuda')}"
-        yield Finding("driver", Level.error, told, remedy)
+        yield MachineFinding("driver", Level.error, told, remedy)
     else:
-        yield Finding("driver", Level.ok, told)
+        yield MachineFinding("driver", Level.ok, told)
 
 
-def cuda(facts: MachineFacts) -> Iterator[Finding]:
+def cuda(facts: MachineFacts) -> Iterator[MachineFinding]:
     """What torch was built for, and whether it finds the devices."""
     error, found = facts.devices.get("error"), facts.devices.get("devices", [])
     version = str(facts.devices.get("cuda", ""))
     if error:
-        yield Finding("cuda", Level.error, str(error), "python -c 'import torch' shows all of it")
+        yield MachineFinding(
+            "cuda", Level.error, str(error), "python -c 'import torch' shows all of it"
+        )
     elif facts.driver and not version:
         remedy = "install a torch built for CUDA 12.1 or newer, or take NVIDIA's PyTorch image"
-        yield Finding("cuda", Level.error, "this torch is one for CPUs, and there are GPUs", remedy)
+        yield MachineFinding(
+            "cuda", Level.error, "this torch is one for CPUs, and there are GPUs", remedy
+        )
     elif facts.driver and not found:
         remedy = "look at CUDA_VISIBLE_DEVICES, and at the container's --gpus"
-        yield Finding("cuda", Level.error, "torch sees no device, and the driver runs", remedy)
+        yield MachineFinding(
+            "cuda", Level.error, "torch sees no device, and the driver runs", remedy
+        )
     elif version and _numbers(version) < LEAST_CUDA:
         remedy = "FP8 needs CUDA 12.1: install a newer torch"
-        yield Finding("cuda", Level.error, f"torch is built for CUDA {version}", remedy)
+        yield MachineFinding("cuda", Level.error, f"torch is built for CUDA {version}", remedy)
     elif found:
-        yield Finding("cuda", Level.ok, f"CUDA {version}, NCCL {facts.devices.get('nccl') or '?'}")
+        yield MachineFinding(
+            "cuda", Level.ok, f"CUDA {version}, NCCL {facts.devices.get('nccl') or '?'}"
+        )
 
 
-def devices(facts: MachineFacts) -> Iterator[Finding]:
+def devices(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Which recipes the devices allow, on Transformer Engine."""
     found = facts.devices.get("devices", [])
     if not found:
         if not facts.driver and not facts.devices.get("error"):
             told = "no GPU: FP8 runs in Octavo's own float8 numerics (native), every recipe"
-            yield Finding("devices", Level.ok, told)
+            yield MachineFinding("devices", Level.ok, told)
         return
     kinds = sorted({(d["name"], tuple(d["capability"])) for d in found})
     for name, capability in kinds:
@@ -154,52 +166,52 @@ def devices(facts: MachineFacts) -> Iterator[Finding]:
         recipes = recipes_on((capability[0], capability[1]))
         told = f"{count} × {name}, capability {capability[0]}.{capability[1]}: "
         if recipes:
-            yield Finding("devices", Level.ok, told + f"FP8 recipes {', '.join(recipes)}")
+            yield MachineFinding("devices", Level.ok, told + f"FP8 recipes {', '.join(recipes)}")
         else:
             remedy = "FP8 in hardware begins with 8.9; elsewhere use precision: bf16"
             told += "no FP8 in hardware, native numerics only"
-            yield Finding("devices", Level.warning, told, remedy)
+            yield MachineFinding("devices", Level.warning, told, remedy)
     if len(kinds) > 1:
         remedy = "make a node group of each kind: ranks wait for the slowest"
-        yield Finding("devices", Level.warning, "the devices of this machine differ", remedy)
+        yield MachineFinding("devices", Level.warning, "the devices of this machine differ", remedy)
 
 
-def engine(facts: MachineFacts) -> Iterator[Finding]:
+def engine(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Transformer Engine, and its own reasons."""
     told = facts.devices.get("engine")
     if not isinstance(told, Mapping):
         if not facts.devices.get("devices") and not facts.devices.get("error"):
-            yield Finding("transformer-engine", Level.ok, "not needed without a GPU")
+            yield MachineFinding("transformer-engine", Level.ok, "not needed without a GPU")
         return
     if not told["version"]:
         problem = str(told["problem"] or "it is not installed")
         remedy = "take NVIDIA's PyTorch image, or pip install 'octavo[te]'; native runs meanwhile"
-        yield Finding("transformer-engine", Level.warning, problem, remedy)
+        yield MachineFinding("transformer-engine", Level.warning, problem, remedy)
         return
-    yield Finding("transformer-engine", Level.ok, f"Transformer Engine {told['version']}")
+    yield MachineFinding("transformer-engine", Level.ok, f"Transformer Engine {told['version']}")
     for recipe, why in sorted(told["unsupported"].items()):
         # Not a fault: an older device can't, and says so.
-        yield Finding("transformer-engine", Level.ok, f"{recipe} can't run here: {why}")
+        yield MachineFinding("transformer-engine", Level.ok, f"{recipe} can't run here: {why}")
 
 
-def topology(facts: MachineFacts) -> Iterator[Finding]:
+def topology(facts: MachineFacts) -> Iterator[MachineFinding]:
     """How the GPUs of a machine reach each other."""
     links = gpu_links(facts.topology)
     if not links:
         return
     worst = {kind for kind in links if not kind.startswith("NV")}
     if not worst:
-        yield Finding("topology", Level.ok, f"GPUs over NVLink ({', '.join(sorted(links))})")
+        yield MachineFinding("topology", Level.ok, f"GPUs over NVLink ({', '.join(sorted(links))})")
         return
     slow = worst & {"SYS", "NODE", "PHB"}
     told = f"GPUs reach each other by {', '.join(sorted(links))}"
     remedy = "keep tensor parallelism at 1: it speaks every layer, and this is PCIe"
     if slow:
         remedy += "; between sockets (SYS, NODE) it is slowest"
-    yield Finding("topology", Level.warning, told, remedy)
+    yield MachineFinding("topology", Level.warning, told, remedy)
 
 
-def network(facts: MachineFacts) -> Iterator[Finding]:
+def network(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Interfaces, and those that gloo and NCCL are told to take."""
     up = [i for i in facts.interfaces if i.up and _reached(i)]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -211,116 +223,120 @@ def network(facts: MachineFacts) -> Iterator[Finding]:
             if not any(i.name == name or i.name.startswith(name) for i in up):
                 there = ", ".join(i.name for i in up) or "none"
                 told = f"{variable}={name}, which is not up here; there are {there}"
-                yield Finding("network", Level.error, told, f"set {variable} to one of them")
+                yield MachineFinding("network", Level.error, told, f"set {variable} to one of them")
     if not up:
         told = "no interface but the loopback is up: one machine alone"
-        yield Finding("network", Level.warning, told, "for several nodes, see to its network")
+        yield MachineFinding(
+            "network", Level.warning, told, "for several nodes, see to its network"
+        )
         return
     shown = ", ".join(f"{i.name} ({_speed(i.mbit_s)}{_reached(i)})" for i in up[:6])
-    yield Finding("network", Level.ok, shown)
+    yield MachineFinding("network", Level.ok, shown)
     if facts.rdma:
-        yield Finding("network", Level.ok, f"RDMA: {', '.join(facts.rdma)}")
+        yield MachineFinding("network", Level.ok, f"RDMA: {', '.join(facts.rdma)}")
     elif len(facts.devices.get("devices", [])) > 1:
         remedy = "for several GPU nodes see that /dev/infiniband is in the container"
-        yield Finding("network", Level.warning, "no RDMA adapter is seen", remedy)
+        yield MachineFinding("network", Level.warning, "no RDMA adapter is seen", remedy)
 
 
-def shared_memory(facts: MachineFacts) -> Iterator[Finding]:
+def shared_memory(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Room for Ray's objects and NCCL's buffers."""
     told = f"/dev/shm has {_gb(facts.shm_bytes)}"
     remedy = "give the container more: --shm-size or --ipc=host; in Kubernetes shared_memory:"
     if facts.shm_bytes < LEAST_SHM:
-        yield Finding("shared-memory", Level.error, told, remedy)
+        yield MachineFinding("shared-memory", Level.error, told, remedy)
     elif facts.shm_bytes < SHM_SHARE * facts.memory_bytes:
         told = f"{told} of {_gb(facts.memory_bytes)} of memory"
-        yield Finding("shared-memory", Level.warning, told, remedy)
+        yield MachineFinding("shared-memory", Level.warning, told, remedy)
     else:
-        yield Finding("shared-memory", Level.ok, told)
+        yield MachineFinding("shared-memory", Level.ok, told)
 
 
-def limits(facts: MachineFacts) -> Iterator[Finding]:
+def limits(facts: MachineFacts) -> Iterator[MachineFinding]:
     """What one user may have at once."""
     files = facts.open_files
     if files != UNLIMITED and files < OPEN_FILES[1]:
         level = Level.error if files < OPEN_FILES[0] else Level.warning
         remedy = "ulimit -n 65536 before `ray start`, on every node"
-        yield Finding("limits", level, f"{files} open files at most", remedy)
+        yield MachineFinding("limits", level, f"{files} open files at most", remedy)
     else:
-        yield Finding("limits", Level.ok, f"{_number(files)} open files")
+        yield MachineFinding("limits", Level.ok, f"{_number(files)} open files")
     if facts.processes != UNLIMITED and facts.processes < LEAST_PROCESSES:
         told = f"{facts.processes} processes at most"
-        yield Finding(
+        yield MachineFinding(
             "limits", Level.warning, told, "ulimit -u 65536; Ray starts threads by dozens"
         )
     if facts.rdma and facts.locked_memory != UNLIMITED:
         told = f"{_gb(facts.locked_memory)} of locked memory, and RDMA locks what it sends"
         remedy = "ulimit -l unlimited; in containers --ulimit memlock=-1 or IPC_LOCK"
-        yield Finding("limits", Level.error, told, remedy)
+        yield MachineFinding("limits", Level.error, told, remedy)
 
 
-def clock(facts: MachineFacts) -> Iterator[Finding]:
+def clock(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Whether somebody holds the clock."""
     if facts.clock_synchronised is None:
-        yield Finding("clock", Level.ok, "not to be asked here; nodes are compared with --group")
+        yield MachineFinding(
+            "clock", Level.ok, "not to be asked here; nodes are compared with --group"
+        )
     elif facts.clock_synchronised:
-        yield Finding("clock", Level.ok, "held by a time service")
+        yield MachineFinding("clock", Level.ok, "held by a time service")
     else:
         remedy = "start chronyd or systemd-timesyncd: events of nodes are ordered by their clocks"
-        yield Finding("clock", Level.warning, "not held by any time service", remedy)
+        yield MachineFinding("clock", Level.warning, "not held by any time service", remedy)
 
 
-def storage(facts: MachineFacts) -> Iterator[Finding]:
+def storage(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Whether jobs' directories can be made, and how fast they are."""
     told = facts.storage
     folder = str(told.get("folder", ""))
     if error := told.get("error"):
         remedy = "name a folder that the controller and all ranks may write to"
-        yield Finding("storage", Level.error, f"{folder}: {error}", remedy)
+        yield MachineFinding("storage", Level.error, f"{folder}: {error}", remedy)
         return
     if told.get("seen") is False:
         remedy = "mount the same folder there: checkpoints are written by all nodes"
         told_so = f"{folder} is another one here: a file of the first node is not in it"
-        yield Finding("storage", Level.error, told_so, remedy)
+        yield MachineFinding("storage", Level.error, told_so, remedy)
         return
     speed, free = float(told.get("mb_s", 0.0)), int(told.get("free_bytes", 0))
     shown = f"{folder}: {speed:.0f} MB/s written, {_gb(free)} free"
     if free < LEAST_FREE:
         remedy = "make room: a checkpoint takes 16 bytes a parameter"
-        yield Finding("storage", Level.warning, shown, remedy)
+        yield MachineFinding("storage", Level.warning, shown, remedy)
     elif speed < SLOW_MB_S:
         remedy = "checkpoints are written beside training; raise checkpoint.every if some are left"
-        yield Finding("storage", Level.warning, shown, f"{remedy} out")
+        yield MachineFinding("storage", Level.warning, shown, f"{remedy} out")
     else:
-        yield Finding("storage", Level.ok, shown)
+        yield MachineFinding("storage", Level.ok, shown)
 
 
-def token(facts: MachineFacts) -> Iterator[Finding]:
+def token(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Ray's token, with which anyone runs anything on the cluster."""
     if not facts.token_file:
-        yield Finding("ray-token", Level.ok, "no file with Ray's token here")
+        yield MachineFinding("ray-token", Level.ok, "no file with Ray's token here")
     elif facts.token_mode & 0o077:
         told = f"{facts.token_file} can be read by others ({facts.token_mode:04o})"
-        yield Finding("ray-token", Level.error, told, f"chmod 600 {facts.token_file}")
+        yield MachineFinding("ray-token", Level.error, told, f"chmod 600 {facts.token_file}")
     else:
-        yield Finding("ray-token", Level.ok, f"{facts.token_file} is its owner's alone")
+        yield MachineFinding("ray-token", Level.ok, f"{facts.token_file} is its owner's alone")
 
 
-def wandb(facts: MachineFacts) -> Iterator[Finding]:
+def wandb(facts: MachineFacts) -> Iterator[MachineFinding]:
     """Whether runs reach W&B's server."""
     told = facts.wandb
     if not told:
         return
     if told.get("mode") in ("offline", "disabled", "dryrun"):
-        yield Finding("wandb", Level.ok, f"WANDB_MODE is {told['mode']}")
+        yield MachineFinding("wandb", Level.ok, f"WANDB_MODE is {told['mode']}")
     elif error := told.get("error"):
         where = told.get("url", "its server")
         remedy = "runs are kept offline and `wandb sync` sends them; WANDB_MODE=offline says so"
-        yield Finding("wandb", Level.warning, f"{where} can't be reached: {error}", remedy)
+        yield MachineFinding("wandb", Level.warning, f"{where} can't be reached: {error}", remedy)
     elif not told.get("key"):
         remedy = "`wandb login` as the user that Ray runs as, or WANDB_API_KEY by a secret"
-        yield Finding("wandb", Level.warning, "no key: runs are kept offline", remedy)
+        yield MachineFinding("wandb", Level.warning, "no key: runs are kept offline", remedy)
     else:
-        yield Finding("wandb", Level.ok, f"{told['url']} answers, and there is a key")
+        yield MachineFinding("wandb", Level.ok, f"{told['url']} answers, and there is a key")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -341,23 +357,23 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def examine(facts: MachineFacts, node: str = "") -> list[Finding]:
+def examine(facts: MachineFacts, node: str = "") -> list[MachineFinding]:
     """All findings of one machine."""
     return [
-        Finding(f.check, f.level, f.message, f.remedy, node)
+        MachineFinding(f.check, f.level, f.message, f.remedy, node)
         for check in CHECKS
         for f in check(facts)
     ]
 
 
-def compare(answers: Sequence[NodeAnswer]) -> list[Finding]:
+def compare(answers: Sequence[NodeAnswer]) -> list[MachineFinding]:
     """All findings of nodes: each by itself, and together."""
-    found: list[Finding] = []
+    found: list[MachineFinding] = []
     for answer in answers:
         if answer.facts is None:
             remedy = "`ray list nodes`; a node whose processes hang is started again"
             told = f"no answer: {answer.error}"
-            found.append(Finding("node", Level.error, told, remedy, answer.node))
+            found.append(MachineFinding("node", Level.error, told, remedy, answer.node))
         else:
             found += examine(answer.facts, answer.node)
             found += _skew(answer)
@@ -365,16 +381,16 @@ def compare(answers: Sequence[NodeAnswer]) -> list[Finding]:
     return found + list(_versions(known)) + list(_kinds(known))
 
 
-def _skew(answer: NodeAnswer) -> Iterator[Finding]:
+def _skew(answer: NodeAnswer) -> Iterator[MachineFinding]:
     assert answer.facts is not None
     probe = Probe(answer.facts.clock, 0, 0, 0, 0, "")
     skew = clock_skew_s(Answer(probe, answer.asked, answer.answered))
     if abs(skew) > MAX_SKEW_S:
         told = f"its clock is {skew:+.1f} s off this machine's"
-        yield Finding("clock", Level.error, told, "see to its NTP", answer.node)
+        yield MachineFinding("clock", Level.error, told, "see to its NTP", answer.node)
 
 
-def _versions(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+def _versions(answers: Sequence[NodeAnswer]) -> Iterator[MachineFinding]:
     for name in ("python", *SAME):
         by_version: dict[str, list[str]] = {}
         for answer in answers:
@@ -386,13 +402,13 @@ def _versions(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
             # An extra of GPU nodes.
             level = Level.warning if name == "transformer-engine" else Level.error
             remedy = "install the same everywhere: one image, or one environment"
-            yield Finding("versions", level, f"{name} differs: {told}", remedy)
+            yield MachineFinding("versions", level, f"{name} differs: {told}", remedy)
         elif answers and name == "ray":
             (have,) = by_version
-            yield Finding("versions", Level.ok, f"ray {have} on all {len(answers)} nodes")
+            yield MachineFinding("versions", Level.ok, f"ray {have} on all {len(answers)} nodes")
 
 
-def _kinds(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
+def _kinds(answers: Sequence[NodeAnswer]) -> Iterator[MachineFinding]:
     """Nodes of one group are alike."""
     groups: dict[str, dict[str, list[str]]] = {}
     for answer in answers:
@@ -405,7 +421,7 @@ def _kinds(answers: Sequence[NodeAnswer]) -> Iterator[Finding]:
             told = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
             remedy = "nodes of one group are alike: look for a GPU that has fallen off its bus"
             name = f"group {group}" if group else "the nodes"
-            yield Finding("devices", Level.error, f"{name} differ: {told}", remedy)
+            yield MachineFinding("devices", Level.error, f"{name} differ: {told}", remedy)
 
 
 def gpu_links(matrix: str) -> set[str]:

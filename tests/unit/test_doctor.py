@@ -17,7 +17,14 @@ from launch.machine_facts import Interface, MachineFacts, Probe, gather
 from launch.machine_probes import storage, wandb
 from orchestrator.cli.main import call
 from orchestrator.doctor import nodes as doctor_nodes
-from orchestrator.doctor.checks import Finding, Level, NodeAnswer, compare, examine, gpu_links
+from orchestrator.doctor.checks import (
+    MachineFinding,
+    Level,
+    NodeAnswer,
+    compare,
+    examine,
+    gpu_links,
+)
 from orchestrator.doctor.nodes import ClusterUnreachableError, ask, read
 
 H100 = {"name": "NVIDIA H100", "capability": [9, 0], "memory_bytes": 80 << 30}
@@ -57,7 +64,7 @@ GPU = MachineFacts(
 CPU = replace(GPU, devices={"cuda": "", "devices": [], "nccl": ""}, driver="", topology="", rdma=())
 
 
-def worse(found: Sequence[Finding]) -> list[tuple[str, str]]:
+def worse(found: Sequence[MachineFinding]) -> list[tuple[str, str]]:
     return [(f.check, f.level.value) for f in found if f.level is not Level.ok]
 
 
