@@ -18,8 +18,8 @@ from launch.machine_probes import storage, wandb
 from orchestrator.cli.main import call
 from orchestrator.doctor import nodes as doctor_nodes
 from orchestrator.doctor.checks import (
-    MachineFinding,
     Level,
+    MachineFinding,
     NodeAnswer,
     compare,
     examine,
