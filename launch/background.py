@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 _NICE = 5
+"""Added to the process' own: Ray's workers are at 15 already (``worker_niceness``)."""
+_NICEST = 19
 
 Work = TypeVar("Work")
 
@@ -24,10 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def yield_to_training() -> None:
-    """Make the calling thread yield the processor to the process' training thread."""
+    """Make the calling thread yield the processor to the process' main thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+            nice = min(own + _NICE, _NICEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def run_politely(work: Callable[[], None]) -> None:

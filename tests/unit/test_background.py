@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -55,3 +58,22 @@ def test_an_error_costs_its_own_work_alone(caplog: pytest.LogCaptureFixture) -> 
     assert queue.wait(10) and done == [1]
     assert "ZeroDivisionError" in caplog.text
     queue.close()
+
+
+_NICE_OF_BOTH = """
+import os, sys, threading
+from launch.background import run_politely
+os.nice(int(sys.argv[1]))
+run_politely(lambda: print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+print(os.getpriority(os.PRIO_PROCESS, os.getpid()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a nice value on Linux alone")
+@pytest.mark.parametrize("increment", [0, 10, 19])
+def test_polite_work_is_below_its_own_process_which_ray_has_lowered_already(increment: int) -> None:
+    command = [sys.executable, "-c", _NICE_OF_BOTH, str(increment)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    polite, main = map(int, told)
+    assert main == min(os.getpriority(os.PRIO_PROCESS, 0) + increment, 19)
+    assert polite == min(main + 5, 19)
