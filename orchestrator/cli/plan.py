@@ -22,6 +22,7 @@ from orchestrator.cli.show import USAGE, CommandError, Output, print_json
 if TYPE_CHECKING:
     from orchestrator.planning.estimate import Estimate
     from orchestrator.planning.fitting import Remedy
+    from orchestrator.planning.intervals import Advice
     from orchestrator.planning.search import Choice
     from orchestrator.spec.job import JobSpec
 
@@ -77,6 +78,8 @@ class Plan:
     best: list[Choice] = field(default_factory=list)
     """Of ``parallelism: auto``."""
     tried: list[Choice] = field(default_factory=list)
+    intervals: Advice | None = None
+    """Of snapshots and checkpoints."""
 
 
 def show_plan(file: Path, output: Output, asked: Asked = Asked()) -> None:
@@ -114,6 +117,7 @@ def make_plan(file: Path, asked: Asked) -> Plan:
     from orchestrator.planning.defaults import default_reasons
     from orchestrator.planning.estimate import Hardware, estimate
     from orchestrator.planning.fitting import remedies
+    from orchestrator.planning.intervals import advice, setting_of
     from orchestrator.planning.search import search
     from orchestrator.saved.resume_from import check_resume_from
     from orchestrator.spec.backend import backend_of
@@ -149,6 +153,7 @@ def make_plan(file: Path, asked: Asked) -> Plan:
         [] if found.fits else remedies(checked, hardware),
         best,
         tried,
+        advice(setting_of(checked, found), checked.snapshots.every, checked.checkpoint.every),
     )
 
 
@@ -176,7 +181,7 @@ def _with_hardware(source: Any, asked: Asked) -> Any:
 def to_text(made: Plan) -> str:
     """A job file with the plan as its comments."""
     from orchestrator.planning.defaults import annotated_yaml
-    from orchestrator.planning.told import choice_lines, estimate_lines
+    from orchestrator.planning.told import choice_lines, estimate_lines, interval_lines
 
     lines = [f"linears: {made.linears}"]
     if made.estimate is None:
@@ -185,6 +190,8 @@ def to_text(made: Plan) -> str:
         if made.best:
             lines += choice_lines(made.best, made.tried)
         lines += estimate_lines(made.estimate, made.remedies, made.other_recompute)
+        if made.intervals is not None:
+            lines += interval_lines(made.intervals)
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + annotated_yaml(made.spec, made.reasons)
 
@@ -215,6 +222,7 @@ def to_json(made: Plan) -> dict[str, Any]:
         "remedies": [
             {"changes": list(r.changes), "estimate": r.estimate.to_json()} for r in made.remedies
         ],
+        "intervals": made.intervals.to_json() if made.intervals else None,
         "auto": {
             "tried": len(made.tried),
             "best": [degrees(choice) for choice in best],

@@ -7,6 +7,7 @@
 ``devices``      devices and networks as data, with their sources
 ``step_time``    pipeline bubble and a roofline of a step
 ``estimate``     all of these for one completed spec, and whether it fits
+``intervals``    how often to take snapshots and checkpoints
 ``search``       the best degrees of all that the checks accept; what to change where nothing fits
 ``presets``      known shapes by name
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from orchestrator.planning.estimate import USABLE, USABLE_HOST, Estimate
 from orchestrator.planning.fitting import Remedy
+from orchestrator.planning.intervals import Advice
 from orchestrator.planning.presets import EXPERTS, PRESETS
 from orchestrator.planning.search import Choice, reasons
 
@@ -42,6 +43,8 @@ _STEP_WORDS = {
     "update": "update",
 }
 _SHARES = (8, 64, 512)
+WORTH_TELLING = 0.001
+"""Of the time, by which other intervals must be better."""
 _WIDTH = 92
 
 
@@ -104,6 +107,35 @@ def _verdict(found: Estimate, fitting: Sequence[Remedy]) -> Iterator[str]:
         yield f"  would fit with {remedy}: {size(worst)} a rank, {after} a step"
     if not fitting:
         yield "  nothing that was tried makes it fit: more nodes, or a device with more memory"
+
+
+def interval_lines(found: Advice) -> Iterator[str]:
+    """What faults and copies cost, and the intervals that cost least."""
+    of = found.setting
+    yield (
+        f"faults: one in {_span(of.mttf_s)} is published of as many nodes (arXiv 2410.21680); with "
+        f"snapshots each {_steps(found.now_snapshots)} and checkpoints each "
+        f"{_steps(found.now_checkpoints)}, {found.now_ettr:.2%} of the time is training"
+    )
+    why = (
+        f"a snapshot stops training for {duration(of.snapshot_s)}, and a fault takes back half of "
+        f"what lies between two and {duration(of.memory_s)}"
+    )
+    near = found.ettr - found.now_ettr < WORTH_TELLING
+    told = "as good as the best, " if near else f"{found.ettr:.2%} with "
+    yield (
+        f"  {told}snapshots.every: {found.snapshots} and checkpoint.every: {found.checkpoints}: "
+        f"{why}; one in {1 / of.disk_share:,.0f} faults leaves the disk alone"
+    )
+
+
+def _steps(every: int) -> str:
+    return f"{every:,} steps" if every else "job's end"
+
+
+def _span(seconds: float) -> str:
+    """``7.9 h``, ``12 days``."""
+    return f"{seconds / 3600:.2g} h" if seconds < 48 * 3600 else f"{seconds / 86400:.2g} days"
 
 
 def choice_lines(best: Sequence[Choice], tried: Sequence[Choice]) -> Iterator[str]:

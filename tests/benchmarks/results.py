@@ -1,0 +1,240 @@
+"""What benchmarks found, as rows: of one benchmark as JSON, of all of them as one table.
+
+    rows = [measured("submit", "10,000 jobs", seconds, "s", aim=at_most(0.05))]
+    report("bench_control_plane", rows, out)     # prints the table; JSON into ``out``, if given
+    print(markdown(read(folder)))                # `make bench`: all that are there
+
+A row is one quantity of one side ("octavo", or a peer) in one setting. Promises: a failure or a
+hang is a number of its row and never drops it; versions and machine are told once; what is read
+back is what was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+OCTAVO = "octavo"
+PACKAGES = ("octavo", "torch", "deepspeed", "ray", "wandb", "torchao", "torchft", "lightning")
+"""Whose versions are told, where they are installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a row's median is to be."""
+
+    limit: float
+    rule: Literal["at most", "at least"] = "at most"
+
+    def met(self, value: float) -> bool:
+        return value <= self.limit if self.rule == "at most" else value >= self.limit
+
+
+def at_most(limit: float) -> Aim:
+    return Aim(limit)
+
+
+def at_least(limit: float) -> Aim:
+    return Aim(limit, "at least")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row."""
+
+    name: str
+    """What was measured."""
+    setting: str
+    """On what: model, sizes, seed."""
+    unit: str
+    median: float
+    """NaN where no run gave a value."""
+    low: float
+    high: float
+    """Spread: least and most."""
+    n: int
+    """Runs, or values, that ``median`` is of."""
+    side: str = OCTAVO
+    """Who: octavo, or the peer."""
+    aim: Aim | None = None
+    failures: int = 0
+    """Runs that ended wrongly, beside ``n``."""
+    hangs: int = 0
+    """Runs that were timed out, beside ``n``."""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the aim is met; None without one. A run that failed or hung met none."""
+        if self.aim is None:
+            return None
+        return not (self.failures or self.hangs) and self.aim.met(self.median)
+
+
+def measured(
+    name: str,
+    setting: str,
+    values: Iterable[float],
+    unit: str,
+    *,
+    side: str = OCTAVO,
+    aim: Aim | None = None,
+    failures: int = 0,
+    hangs: int = 0,
+    note: str = "",
+) -> Result:
+    """The row of some values of one quantity; there may be none, where every run failed."""
+    found = sorted(values)
+    middle = statistics.median(found) if found else math.nan
+    spread = (found[0], found[-1]) if found else (math.nan, math.nan)
+    return Result(
+        name, setting, unit, middle, *spread, len(found), side, aim, failures, hangs, note
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one benchmark found."""
+
+    benchmark: str
+    rows: tuple[Result, ...]
+    seconds: float = 0.0
+    """That it took."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Peers and settings that can't run here → why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--out``: where the JSON goes."""
+    parser.add_argument("--out", type=Path, help="folder for the results as JSON")
+
+
+def report(
+    benchmark: str,
+    rows: Sequence[Result],
+    out: Path | None = None,
+    *,
+    seconds: float = 0.0,
+    left_out: Mapping[str, str] | None = None,
+) -> Report:
+    """Print the rows as a table, and write them to ``out/<benchmark>.json``."""
+    made = Report(benchmark, tuple(rows), seconds, left_out or {})
+    print(markdown([made]), flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{benchmark}.json").write_text(json.dumps(to_json(made), indent=2) + "\n")
+    return made
+
+
+def read(folder: Path) -> list[Report]:
+    """What is in ``folder``, by name; ValueError for a file of something else."""
+    return [from_json(json.loads(p.read_text())) for p in sorted(folder.glob("bench_*.json"))]
+
+
+def write_table(reports: Sequence[Report], folder: Path) -> None:
+    """``bench.md`` and ``bench.json``: one table of all of them, versions and machine once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.md").write_text(markdown(reports) + "\n")
+    whole = {**environment(), "reports": [to_json(made, alone=False) for made in reports]}
+    (folder / "bench.json").write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """One table; what was left out, the versions and the machine below it."""
+    lines = [
+        "| what | setting | who | median | spread | n | failed / hung | aim |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_line(row) for made in reports for row in made.rows),
+    ]
+    left_out = {who: why for made in reports for who, why in made.left_out.items()}
+    if left_out:
+        lines += ["", "Not run here:", *(f"- {who}: {why}" for who, why in left_out.items())]
+    here = environment()
+    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    lines += ["", f"{here['machine']}; {versions}."]
+    return "\n".join(lines)
+
+
+def _line(row: Result) -> str:
+    told = {True: "met", False: "**not met**", None: ""}[row.met]
+    limit = f"{row.aim.rule} {shown(row.aim.limit, row.unit)}: {told}" if row.aim else ""
+    note = f" ({row.note})" if row.note else ""
+    failed = f"{row.failures} / {row.hangs}" if row.failures or row.hangs else ""
+    spread = f"{shown(row.low, row.unit)} – {shown(row.high, row.unit)}" if row.n > 1 else ""
+    cells = (row.name + note, row.setting, row.side, shown(row.median, row.unit), spread, row.n)
+    return "| " + " | ".join(map(str, (*cells, failed, limit))) + " |"
+
+
+def shown(value: float, unit: str) -> str:
+    """A number with its unit, to three digits."""
+    if math.isnan(value):
+        return "–"
+    if unit == "s" and value < 1:
+        return f"{1e3 * value:.3g} ms"
+    if unit == "%":
+        # Of what is nearly all, the last digits tell.
+        return f"{value:.2f} %"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{number} {unit}".strip()
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"versions": versions, "machine": _machine(), "time": time.strftime("%Y-%m-%d")}
+
+
+def _machine() -> str:
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores of {cpu}, {memory:.0f} GiB, {platform.system()}"
+
+
+def to_json(made: Report, *, alone: bool = True) -> dict[str, Any]:
+    """Strict JSON; ``alone``: with versions and machine."""
+    rows = [{k: _plain(v) for k, v in asdict(row).items()} for row in made.rows]
+    return {
+        "benchmark": made.benchmark,
+        **(environment() if alone else {}),
+        "seconds": made.seconds,
+        "rows": rows,
+        "left_out": dict(made.left_out),
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> Report:
+    """The inverse; ValueError for other JSON."""
+    try:
+        rows = tuple(_row(row) for row in data["rows"])
+        return Report(str(data["benchmark"]), rows, float(data["seconds"]), dict(data["left_out"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"these are no results of a benchmark: {error!r}") from error
+
+
+def _row(data: Mapping[str, Any]) -> Result:
+    floats = {k: math.nan if data[k] is None else data[k] for k in ("median", "low", "high")}
+    aim = None if data["aim"] is None else Aim(**data["aim"])
+    return Result(**{**data, **floats, "aim": aim})
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

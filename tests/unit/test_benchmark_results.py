@@ -1,0 +1,61 @@
+"""Rows of benchmarks: what is written is read back, and nothing that failed is dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.results import (
+    at_least,
+    at_most,
+    from_json,
+    markdown,
+    measured,
+    read,
+    report,
+    write_table,
+)
+
+ROWS = (
+    measured("submit", "10 jobs", [0.03, 0.01, 0.02], "s", aim=at_most(0.05)),
+    measured("rank killed", "demo", [], "s", side="torchrun", aim=at_most(5), failures=2, hangs=8),
+    measured("ETTR", "1,024 GPUs", [98.5], "%", aim=at_least(99.0)),
+)
+
+
+def test_an_aim_is_met_by_the_median_and_by_no_run_that_failed() -> None:
+    assert [row.met for row in ROWS] == [True, False, False]
+    assert measured("x", "y", [1.0], "s", aim=at_most(2.0), hangs=1).met is False
+    assert measured("x", "y", [1.0], "s").met is None
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    made = report("bench_a", ROWS, tmp_path, seconds=3.0, left_out={"a peer": "needs a GPU"})
+    (again,) = read(tmp_path)
+    assert again.rows[0] == ROWS[0] and again.left_out == made.left_out
+    assert math.isnan(again.rows[1].median) and again.rows[1].hangs == 8
+    json.loads((tmp_path / "bench_a.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_one_table_has_all_rows_and_says_once_on_what_machine(tmp_path: Path) -> None:
+    report("bench_a", ROWS[:1], tmp_path)
+    report("bench_b", ROWS[1:], tmp_path, left_out={"a peer": "needs a GPU"})
+    write_table(read(tmp_path), tmp_path)
+    text = (tmp_path / "bench.md").read_text()
+    submit = "| submit | 10 jobs | octavo | 20 ms | 10 ms – 30 ms | 3 |  | at most 50 ms: met |"
+    assert submit in text
+    assert "| rank killed | demo | torchrun | – |  | 0 | 2 / 8 | at most 5 s: **not met** |" in text
+    assert "98.50 %" in text and "- a peer: needs a GPU" in text
+    assert text.count("python ") == 1 and text.count("| what |") == 1
+    whole = json.loads((tmp_path / "bench.json").read_text())
+    assert "versions" in whole and "versions" not in whole["reports"][0]
+    assert read(tmp_path)[0].benchmark == "bench_a", "the table is no benchmark"
+
+
+def test_other_json_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="no results of a benchmark"):
+        from_json({"rows": []})
+    assert markdown([]).startswith("| what |")
