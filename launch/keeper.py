@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from launch.checkpoints import write_rank_file
 from launch.process_end import Enlisted
-from launch.snapshots import Payload, SnapshotKey, StoredSnapshot, refuse_damaged
+from launch.snapshots import (
+    MismatchedSnapshotError,
+    MissingSnapshotError,
+    Payload,
+    SnapshotKey,
+    StoredSnapshot,
+    refuse_damaged,
+)
+from launch.state_header import ranks_of
 
 Result = TypeVar("Result")
 
@@ -101,6 +111,23 @@ class Keeper:
         if snapshot is not None:
             refuse_damaged(snapshot, key.rank, key.step, "memory")
         return snapshot
+
+    def write(
+        self, key: SnapshotKey, job_dir: Path, attempt: int, timeline: int, world_size: int
+    ) -> None:
+        """Write a held snapshot as a rank's file of a checkpoint that ``attempt`` makes.
+
+        Raises what ``get`` and ``launch.checkpoints.write_rank_file`` do, MissingSnapshotError,
+        and MismatchedSnapshotError for the state of a rank of other than ``world_size`` ranks.
+        """
+        snapshot = self.get(key)
+        if snapshot is None:
+            raise MissingSnapshotError(key.rank, key.step, "memory", "the keeper doesn't hold it")
+        if ranks_of(snapshot.payload) != world_size:
+            why = "it is of ranks of other degrees"
+            raise MismatchedSnapshotError(key.rank, key.step, "memory", why)
+        mine = replace(key, attempt=attempt, timeline=timeline)
+        write_rank_file(job_dir, mine, snapshot.payload, snapshot.digest)
 
     def keys(self, job: str) -> list[SnapshotKey]:
         """All snapshots held of ``job``, oldest first."""

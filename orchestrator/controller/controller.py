@@ -28,6 +28,7 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.nodes.desk import NodeDesk, Sight
 from orchestrator.nodes.groups import NodeGroups
+from orchestrator.nodes.rescue import Rescue
 from orchestrator.nodes.roll import NodeRoll
 from orchestrator.placement.fair_queue import in_order
 from orchestrator.protocol import Acknowledgement, JobHistory, ResumeState, SupervisorBatch
@@ -93,6 +94,7 @@ class Controller:
         self.store = store
         self.desk = NodeDesk(store, groups, quarantine, fixed=fixed_cluster)
         self.roll = NodeRoll(store, groups)
+        self._rescue = Rescue(store, groups, clock, self._notify)
         self._preemption = Preemption(store, self.desk)
         self._supervisors = supervisors
         self._jobs_dir = jobs_dir
@@ -412,12 +414,15 @@ class Controller:
         return False
 
     def _clear(self, row: JobRow, now: float) -> bool:
-        """A job that has ended or is paused: its nodes go back when its supervisor is done."""
+        """A job that has ended or is paused: its nodes go back when its supervisor is done, and
+        nothing that should not be lost is in their memory alone."""
         presence = self._supervisors.look(row.id, now)
         working = presence is Presence.WORKING
         if working and self._waited((row.id, "finish"), now) <= FINISH_GRACE_S:
             return False
         self._supervisors.kill(row.id)
+        if not self._rescue.over(row):
+            return False
         self.desk.release(row)
         self._stops.discard(row.id)
         self._since = {k: t for k, t in self._since.items() if k[0] != row.id}

@@ -15,9 +15,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from launch.keeper import Inventory
+from launch.rank_errors import in_one_line
+from launch.snapshots import SnapshotKey
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.placement import NodeCapacity, Resource
 from orchestrator.protocol import NAMESPACE, keeper_actor
@@ -30,6 +35,20 @@ PING_S = 3.0
 """Seconds that the keepers of a group may take to answer."""
 STARTING_S = 60.0
 """Seconds that a keeper may take to start on an overworked node."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOrder:
+    """Copies of all ranks of one step, that are to become files of a checkpoint."""
+
+    job_dir: Path
+    attempt: int
+    """Whose checkpoint it is to be."""
+    timeline: int
+    keys: Mapping[int, Sequence[SnapshotKey]]
+    """By seat, of which each rank's copy is the one to write."""
+    world_size: int
+    timeout_s: float
 
 
 class NodeGroups(Protocol):
@@ -53,6 +72,13 @@ class NodeGroups(Protocol):
 
     def release(self, job: str) -> None:
         """Give back all that the job holds, whether a record knows it or not."""
+
+    def copies(self, job: str) -> dict[int, Inventory]:
+        """What the keeper of each seat holds, whether a record knows the seat or not; those that
+        don't answer are left out."""
+
+    def write_copies(self, order: DiskOrder) -> dict[int, str]:
+        """Have keepers write what they hold; why not, by rank, of those that could not."""
 
     def wish(self, shapes: Sequence[dict[str, float]]) -> None:
         """Ask the cluster's autoscaler to make room for these at once; none: for nothing more."""
@@ -150,16 +176,46 @@ class RayNodeGroups:
                 remove_placement_group(group)
 
     def release(self, job: str) -> None:
-        from ray.util import placement_group_table
+        self.give_back(job, [NodeSlot("", "", number, 0) for number in _seat_numbers(job)])
 
-        prefix = _seat_name(job, 0)[:-1]
-        held = [
-            entry["name"].removeprefix(prefix)
-            for entry in placement_group_table().values()
-            if entry["name"].startswith(prefix) and entry["state"] != "REMOVED"
-        ]
-        seats = [NodeSlot("", "", int(number), 0) for number in held if number.isdigit()]
-        self.give_back(job, seats)
+    def copies(self, job: str) -> dict[int, Inventory]:
+        import ray
+
+        keepers = {number: _actor(keeper_actor(job, number)) for number in _seat_numbers(job)}
+        asked = {k.inventory.remote(job): number for number, k in keepers.items() if k is not None}
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=PING_S)
+        found = {}
+        for reference, number in asked.items():
+            try:
+                found[number] = ray.get(reference, timeout=0)
+            except ray.exceptions.RayError as error:
+                logger.warning("seat %d of %s doesn't say what it holds: %s", number, job, error)
+        return found
+
+    def write_copies(self, order: DiskOrder) -> dict[int, str]:
+        import ray
+
+        made = (order.job_dir, order.attempt, order.timeline, order.world_size)
+        asked, failed = {}, {}
+        for number, keys in order.keys.items():
+            for key in keys:
+                keeper = _actor(keeper_actor(key.job, number))
+                if keeper is None:
+                    failed[key.rank] = "its keeper is gone"
+                else:
+                    asked[keeper.write.remote(key, *made)] = key.rank
+        if asked:
+            ray.wait(list(asked), num_returns=len(asked), timeout=order.timeout_s)
+        for reference, rank in asked.items():
+            try:
+                ray.get(reference, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                failed[rank] = f"its keeper hasn't written it in {order.timeout_s:.0f} s"
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None)
+                failed[rank] = in_one_line(cause if isinstance(cause, Exception) else error)
+        return failed
 
     def wish(self, shapes: Sequence[dict[str, float]]) -> None:
         from ray.autoscaler.sdk import request_resources
@@ -231,6 +287,19 @@ def _start_keeper(job: str, seat: NodeSlot, group: Any, resource: Resource, keep
 
 def _seat_name(job: str, bundle: int) -> str:
     return f"{group_name(job)}-seat-{bundle}"
+
+
+def _seat_numbers(job: str) -> list[int]:
+    """Of all that the job holds."""
+    from ray.util import placement_group_table
+
+    prefix = _seat_name(job, 0)[:-1]
+    held = [
+        entry["name"].removeprefix(prefix)
+        for entry in placement_group_table().values()
+        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED"
+    ]
+    return sorted(int(number) for number in held if number.isdigit())
 
 
 def _placement_group(name: str) -> Any | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.checkpoints import list_checkpoints, verify_checkpoint
+from launch.snapshots import SnapshotKey, digest_of
 from orchestrator.api.client import Client, UnreachableError
 from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home, HomeConfig
@@ -19,8 +21,10 @@ from orchestrator.protocol import (
     NAMESPACE,
     ResumeState,
     SupervisorBatch,
+    keeper_actor,
     supervisor_actor,
 )
+from tests.unit.test_rescue import state
 
 
 class ScriptedSupervisor:
@@ -85,14 +89,16 @@ def submit(client: Client, folder: Path, slots: int = 8) -> str:
     return str(client.submit(spec, "toy.yaml")["id"])
 
 
-def wait_for(client: Client, job: str, state: str, seconds: float = 60) -> dict[str, object]:
+def wait_for(
+    client: Client, job: str, value: object, seconds: float = 60, *, key: str = "state"
+) -> dict[str, object]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = client.patiently(client.job, job)
-        if shown["state"] == state:
+        if shown[key] == value:
             return shown
         time.sleep(0.1)
-    pytest.fail(f"{job} is {shown['state']} ({shown['reason']}), not {state}")
+    pytest.fail(f"{job} is {shown['state']} ({shown['reason']}), its {key} not {value}")
 
 
 def finish(client: Client, job: str) -> None:
@@ -100,7 +106,20 @@ def finish(client: Client, job: str) -> None:
     wait_for(client, job, "succeeded")
 
 
-def test_of_two_jobs_on_slots_for_one_the_second_waits(client: Client, tmp_path: Path) -> None:
+def hold_in_memory(job: str, step: int, ranks: int) -> None:
+    """The keeper of the job's node has a copy of every rank."""
+    import ray
+
+    keeper = ray.get_actor(keeper_actor(job, 0), namespace=NAMESPACE)
+    for rank in range(ranks):
+        payload = state(rank, step, (1, ranks, 1))
+        key = SnapshotKey(job, 1, 0, rank, step)
+        ray.get(keeper.put.remote(key, payload, digest_of(payload)), timeout=30)
+
+
+def test_of_two_jobs_on_slots_for_one_the_second_waits_and_what_memory_holds_at_its_end_is_written(
+    client: Client, tmp_path: Path
+) -> None:
     first, second = submit(client, tmp_path), submit(client, tmp_path)
     wait_for(client, first, "running")
     waiting = wait_for(client, second, "queued")
@@ -109,8 +128,14 @@ def test_of_two_jobs_on_slots_for_one_the_second_waits(client: Client, tmp_path:
     assert waiting["state"] == client.job(second)["state"]
     finish(client, first)
     wait_for(client, second, "running")
+    # Beyond what a gap without records may be, for this supervisor records no step.
+    hold_in_memory(second, step=1000, ranks=8)
     client.cancel(second, "by test")
     wait_for(client, second, "cancelled")
+    wait_for(client, second, True, key="settled")
+    (kept,) = list_checkpoints(client.job(second)["job_dir"])
+    assert (kept.step, sorted(kept.files)) == (1000, list(range(8)))
+    assert not verify_checkpoint(kept)
 
 
 def test_a_killed_controller_comes_back_at_its_address_with_its_jobs(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.keeper import Inventory, Keeper
 from orchestrator.controller.controller import Controller
 from orchestrator.controller.supervisors import LastWords, Presence
 from orchestrator.node_slot import NodeSlot
+from orchestrator.nodes.groups import DiskOrder
 from orchestrator.placement.placement import NodeCapacity, Resource
 from orchestrator.protocol import ResumeState
 from orchestrator.recovery.controls import Control
@@ -32,6 +34,8 @@ class FakeGroups:
         """Nodes whose Ray was started again, under another id."""
         self.wishes: list[list[dict[str, float]]] = []
         self.takes = 0
+        self.keepers: dict[str, dict[int, Keeper]] = {}
+        """Keepers that hold something, by job and seat."""
 
     def free(self) -> dict[str, int]:
         left = dict(self.total)
@@ -87,6 +91,23 @@ class FakeGroups:
 
     def release(self, job: str) -> None:
         self.held.pop(job, None)
+        self.keepers.pop(job, None)
+
+    def copies(self, job: str) -> dict[int, Inventory]:
+        keepers = self.keepers.get(job, {})
+        return {seat: keeper.inventory(job) for seat, keeper in keepers.items()}
+
+    def write_copies(self, order: DiskOrder) -> dict[int, str]:
+        failed = {}
+        for seat, keys in order.keys.items():
+            for key in keys:
+                keeper = self.keepers[key.job][seat]
+                made = (order.job_dir, order.attempt, order.timeline, order.world_size)
+                try:
+                    keeper.write(key, *made)
+                except Exception as error:
+                    failed[key.rank] = f"{type(error).__name__}: {error}"
+        return failed
 
     def wish(self, shapes: Sequence[dict[str, float]]) -> None:
         self.wishes.append(list(shapes))

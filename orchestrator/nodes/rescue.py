@@ -1,0 +1,161 @@
+"""Before a job's nodes go back: the newest state that only memory holds becomes a checkpoint.
+
+Ranks that are told to stop write their last state themselves. Where there are none left that could
+(they died, and the job is paused for a person, cancelled or failed before the next attempt), the
+keepers still hold every rank's newest snapshot, and would take it along when they end. Promises:
+what is written is what the next attempt would have started from; nothing is written where disk has
+that step, or a later one, already; a job's nodes wait for it for a bounded time; no pass does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from launch.commands import RestorePoint, SnapshotReport
+from launch.keeper import Inventory
+from launch.keeper_clients import patience_s
+from launch.snapshots import SnapshotKey
+from orchestrator.events import EventDraft
+from orchestrator.lifecycle import JobState
+from orchestrator.nodes.groups import DiskOrder, NodeGroups
+from orchestrator.protocol import FencedError, ResumeState
+from orchestrator.saved.checkpoint_facts import facts_of
+from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from orchestrator.saved.restore import candidates, points_in_memory
+from orchestrator.store.database import Store
+from orchestrator.store.rows import JobRow
+
+logger = logging.getLogger(__name__)
+
+
+class Rescue:
+    """Of one controller: a thread a job, while it lasts."""
+
+    def __init__(
+        self, store: Store, groups: NodeGroups, clock: Callable[[], float], done: Callable[[], None]
+    ) -> None:
+        """``done`` is called, by the thread, when a job's nodes may go back."""
+        self._store = store
+        self._groups = groups
+        self._clock = clock
+        self._done = done
+        self._threads: dict[str, threading.Thread] = {}
+
+    def over(self, row: JobRow) -> bool:
+        """Whether nothing of the job is in memory alone that should not be lost; begins to see
+        to it where that isn't known yet."""
+        if row.state is JobState.SUCCEEDED or not row.attempt:
+            return True
+        if (thread := self._threads.get(row.id)) is not None:
+            if thread.is_alive():
+                return False
+            del self._threads[row.id]
+            return True
+        held = self._groups.copies(row.id)
+        if not any(inventory.nbytes for inventory in held.values()):
+            return True
+        # The disk may take its time to say what it has.
+        thread = threading.Thread(
+            target=self._run, args=(row.id, held), name=f"rescue {row.id}", daemon=True
+        )
+        self._threads[row.id] = thread
+        thread.start()
+        return False
+
+    def _run(self, job: str, held: Mapping[int, Inventory]) -> None:
+        try:
+            for event in self._rescue(self._store.resume_state(job), held):
+                self._store.note(job, event)
+        except Exception:
+            logger.exception("the newest state of %s in memory could not be looked after", job)
+        self._done()
+
+    def _rescue(self, last: ResumeState, held: Mapping[int, Inventory]) -> list[EventDraft]:
+        """What became of it, for people."""
+        world = sum(node.slots for node in last.nodes)
+        spec = last.spec
+        shelf = CheckpointShelf(last.job_dir, spec.checkpoint.num_to_keep, world, facts_of(spec))
+        told: list[EventDraft] = []
+        for point in worth_keeping(held, shelf.points(), last, world):
+            seats, nbytes = holders(held, point)
+            order = DiskOrder(
+                Path(last.job_dir), last.attempt, last.timeline, seats, world, patience_s(nbytes)
+            )
+            why = self._write(order, shelf, point.step)
+            told.append(_told(point.step, why, self._clock()))
+            if not why:
+                break
+        return told
+
+    def _write(self, order: DiskOrder, shelf: CheckpointShelf, step: int) -> str:
+        """Empty, or why there is no checkpoint of that step."""
+        try:
+            shelf.begin(order.attempt)
+        except FencedError as error:
+            return str(error)
+        failed = self._groups.write_copies(order)
+        if failed:
+            return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(failed.items()))
+        whole = SnapshotReport(order.attempt, order.timeline, 0, step, "disk", 0, "")
+        return shelf.commit(whole)
+
+
+def worth_keeping(
+    held: Mapping[int, Inventory],
+    on_disk: Sequence[RestorePoint],
+    last: ResumeState,
+    world_size: int,
+) -> list[RestorePoint]:
+    """Points in memory that a next attempt would take before any on disk, best first. Pure."""
+    keys = {key for inventory in held.values() for key in inventory.nbytes}
+    snapshots = last.spec.snapshots
+    found = candidates(
+        [*points_in_memory(keys, world_size), *on_disk],
+        last.actions,
+        recorded=last.step,
+        reach=snapshots.every * snapshots.keep,
+    )
+    steps_on_disk = {point.step for point in on_disk}
+    worth: list[RestorePoint] = []
+    for point in found:
+        # Step 0 is what the seed gives.
+        if point.tier == "disk" or point.step in {0, *steps_on_disk}:
+            break
+        worth.append(point)
+    return worth
+
+
+def holders(
+    held: Mapping[int, Inventory], point: RestorePoint
+) -> tuple[dict[int, list[SnapshotKey]], int]:
+    """Which seat writes which rank's copy of ``point``, the ranks spread over those that hold
+    them, and the bytes of the seat that has most to write. Pure."""
+    at: dict[SnapshotKey, list[int]] = {}
+    for seat, inventory in held.items():
+        for key in inventory.nbytes:
+            if key.order() == (point.attempt, point.timeline, point.step):
+                at.setdefault(key, []).append(seat)
+    seats: dict[int, list[SnapshotKey]] = {}
+    load = dict.fromkeys(held, 0)
+    for key in sorted(at, key=lambda key: (len(at[key]), key.rank)):
+        seat = min(at[key], key=lambda seat: (load[seat], seat))
+        seats.setdefault(seat, []).append(key)
+        load[seat] += held[seat].nbytes[key]
+    return seats, max(load.values(), default=0)
+
+
+def _told(step: int, why: str, now: float) -> EventDraft:
+    if why:
+        message = (
+            f"The state of step {step}, which the nodes' memory held and no checkpoint does, could "
+            f"not be written to disk: {why.rstrip('.')}."
+        )
+        return EventDraft("checkpoint_failed", now, message, {"step": step})
+    message = (
+        f"Checkpoint of step {step} written from the nodes' memory: no rank was left that could "
+        "have written its last state."
+    )
+    return EventDraft("checkpoint_written", now, message, {"step": step})

@@ -1,0 +1,250 @@
+"""What only the nodes' memory holds when a job comes to rest is on disk before they go back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import keeper as keepers
+from launch.checkpoints import (
+    commit_checkpoint,
+    list_checkpoints,
+    open_attempt,
+    read_rank_file,
+    write_rank_file,
+)
+from launch.keeper import Keeper
+from launch.snapshots import (
+    MismatchedSnapshotError,
+    MissingSnapshotError,
+    SnapshotKey,
+    digest_of,
+)
+from launch.state_header import LAYOUT, META_KEY
+from orchestrator.actions import Action
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import SupervisorBatch
+from tests.unit.control_plane import ControlPlane
+from tests.unit.test_store import step
+
+WORLD = 4
+
+
+def state(rank: int, step: int, degrees: Sequence[int] = (2, 2, 1)) -> bytes:
+    """A packed state without tensors."""
+    meta = {"rank": rank, "step": step, LAYOUT: {"degrees": list(degrees)}}
+    text = json.dumps({"__metadata__": {META_KEY: json.dumps(meta)}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+class RestingJob:
+    """A job of four ranks whose steps are recorded and whose ranks are gone."""
+
+    def __init__(self, plane: ControlPlane, recorded: int = 18) -> None:
+        self.plane = plane
+        self.id = plane.submit("toy")
+        plane.steps(2)
+        steps = tuple(step(number) for number in range(recorded + 1))
+        self._tell(1, Cause.FIRST_STEP, JobState.RUNNING, steps=steps)
+        self.folder = Path(plane.store.job(self.id).job_dir)
+
+    def hold(self, step: int, ranks: Sequence[int] = range(WORLD), **of: Any) -> None:
+        """Two seats hold a copy of each of these ranks."""
+        held = self.plane.groups.keepers.setdefault(self.id, {0: Keeper(), 1: Keeper()})
+        for keeper in held.values():
+            for rank in ranks:
+                self._put(keeper, rank, step, **of)
+
+    def _put(
+        self, keeper: Keeper, rank: int, step: int, degrees: Sequence[int] = (2, 2, 1)
+    ) -> None:
+        payload = state(rank, step, degrees)
+        keeper.put(SnapshotKey(self.id, 1, 0, rank, step), payload, digest_of(payload))
+
+    def write(self, step: int) -> None:
+        """A checkpoint that the ranks made."""
+        open_attempt(self.folder, 1)
+        for rank in range(WORLD):
+            payload = state(rank, step)
+            key = SnapshotKey(self.id, 1, 0, rank, step)
+            write_rank_file(self.folder, key, payload, digest_of(payload))
+        commit_checkpoint(self.folder, step, 1, range(WORLD))
+
+    def end(self, word: JobState = JobState.PAUSED, *actions: Action) -> None:
+        """Its supervisor says so, and is gone."""
+        causes = {JobState.PAUSED: Cause.BUDGET_SPENT, JobState.FAILED: Cause.ERROR}
+        causes[JobState.SUCCEEDED] = Cause.STEPS_DONE
+        self._tell(2, causes[word], word, actions=actions)
+        self.plane.supervisors.done.add(self.id)
+        self.rest()
+
+    def rest(self) -> None:
+        """Until its nodes are back."""
+        for _ in range(20):
+            self.plane.steps()
+            for thread in threading.enumerate():
+                if thread.name == f"rescue {self.id}":
+                    thread.join(20)
+            if not self.plane.store.job(self.id).placement_group:
+                return
+        raise AssertionError("the nodes never came back")
+
+    def on_disk(self) -> list[int]:
+        return [checkpoint.step for checkpoint in list_checkpoints(self.folder)]
+
+    def _tell(self, sequence: int, cause: Cause, state: JobState, **told: Any) -> None:
+        batch = SupervisorBatch(sequence, transition=(state, cause), **told)
+        assert self.plane.controller.report(self.id, 1, batch).accepted
+
+
+@pytest.mark.parametrize("word", [JobState.PAUSED, JobState.FAILED])
+def test_the_newest_step_that_every_rank_has_a_copy_of_becomes_a_checkpoint(
+    plane: ControlPlane, word: JobState
+) -> None:
+    job = RestingJob(plane)
+    job.write(10)
+    job.hold(10)
+    job.hold(15)
+    job.hold(20, ranks=range(WORLD - 1))
+    job.end(word)
+    assert max(job.on_disk()) == 15
+    for rank in range(WORLD):
+        found = read_rank_file(job.folder / "checkpoints/step-00000015", rank, 15)
+        assert bytes(found.payload) == state(rank, 15)
+    told = plane.told(job.id, "checkpoint_written")
+    assert told == [
+        "Checkpoint of step 15 written from the nodes' memory: no rank was left that could have "
+        "written its last state."
+    ]
+    assert job.id not in plane.groups.held
+
+
+def test_each_rank_is_written_once_and_both_seats_have_their_share(plane: ControlPlane) -> None:
+    job = RestingJob(plane)
+    job.hold(15)
+    orders = []
+    write = plane.groups.write_copies
+    plane.groups.write_copies = lambda order: orders.append(order) or write(order)  # type: ignore[func-returns-value, method-assign]
+    job.end()
+    (order,) = orders
+    assert [len(keys) for keys in order.keys.values()] == [2, 2]
+    ranks = sorted(key.rank for keys in order.keys.values() for key in keys)
+    assert ranks == [0, 1, 2, 3]
+
+
+def test_what_disk_has_already_is_not_written_again(plane: ControlPlane) -> None:
+    job = RestingJob(plane)
+    job.hold(10)
+    job.hold(15)
+    job.write(15)
+    job.end()
+    assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_written")
+
+
+def test_a_state_that_was_gone_back_from_is_not_kept(plane: ControlPlane) -> None:
+    job = RestingJob(plane)
+    job.hold(10)
+    job.hold(15)
+    job.end(
+        JobState.PAUSED,
+        Action("pause", attempt=1, timeline=0, step=18, time=9.0, reason="spent", to_step=10),
+    )
+    assert job.on_disk() == [10]
+
+
+def test_a_job_that_succeeded_has_written_what_it_was_for(plane: ControlPlane) -> None:
+    job = RestingJob(plane)
+    job.hold(15)
+    job.end(JobState.SUCCEEDED)
+    assert job.on_disk() == []
+
+
+def test_copies_of_ranks_of_other_degrees_are_told_and_leave_the_disk_as_it_was(
+    plane: ControlPlane,
+) -> None:
+    job = RestingJob(plane)
+    job.write(10)
+    job.hold(15, degrees=(2, 4, 1))
+    job.end()
+    assert job.on_disk() == [10]
+    (told,) = plane.told(job.id, "checkpoint_failed")
+    assert "step 15" in told and "ranks of other degrees" in told
+
+
+def test_where_the_newest_copy_is_damaged_the_one_before_it_is_kept(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = RestingJob(plane)
+    job.hold(10)
+    job.hold(15)
+    whole = keepers.Keeper.get
+
+    def get(self: Keeper, key: SnapshotKey) -> Any:
+        if key.step == 15 and key.rank == 2:
+            raise MissingSnapshotError(2, 15, "memory", "flipped")
+        return whole(self, key)
+
+    monkeypatch.setattr(keepers.Keeper, "get", get)
+    job.end()
+    assert job.on_disk() == [10]
+    assert len(plane.told(job.id, "checkpoint_failed")) == 1
+
+
+def test_a_disk_that_fails_is_told_and_the_nodes_go_back_all_the_same(
+    plane: ControlPlane,
+) -> None:
+    job = RestingJob(plane)
+    job.hold(15)
+    (job.folder / "checkpoints").write_text("a file")
+    job.end()
+    (told,) = plane.told(job.id, "checkpoint_failed")
+    assert "step 15" in told and job.id not in plane.groups.held
+
+
+def test_a_controller_that_is_killed_meanwhile_leaves_it_to_the_next_one(
+    plane: ControlPlane,
+) -> None:
+    job = RestingJob(plane)
+    job.hold(15)
+    written = threading.Event()
+    write = plane.groups.write_copies
+
+    def never(order: Any) -> Mapping[int, str]:
+        written.wait(20)
+        return dict.fromkeys(range(WORLD), "the controller is gone")
+
+    plane.groups.write_copies = never  # type: ignore[method-assign, assignment]
+    batch = SupervisorBatch(2, transition=(JobState.PAUSED, Cause.BUDGET_SPENT))
+    assert plane.controller.report(job.id, 1, batch).accepted
+    plane.supervisors.done.add(job.id)
+    plane.steps(3)
+    assert plane.store.job(job.id).placement_group
+    plane.groups.write_copies = write  # type: ignore[method-assign]
+    plane.controller = plane.new_controller()
+    plane.steps()
+    written.set()
+    job.rest()
+    assert job.on_disk() == [15]
+
+
+def test_a_keeper_writes_nothing_that_it_does_not_hold_or_that_is_of_other_ranks(
+    tmp_path: Path,
+) -> None:
+    held, payload = Keeper(), state(0, 5)
+    key = SnapshotKey("job", 1, 0, 0, 5)
+    held.put(key, payload, digest_of(payload))
+    open_attempt(tmp_path, 3)
+    with pytest.raises(MissingSnapshotError):
+        held.write(SnapshotKey("job", 1, 0, 0, 6), tmp_path, 3, 2, WORLD)
+    with pytest.raises(MismatchedSnapshotError):
+        held.write(key, tmp_path, 3, 2, WORLD + 1)
+    held.write(key, tmp_path, 3, 2, WORLD)
+    (written,) = (tmp_path / "checkpoints/.attempt-3/step-00000005-timeline-2").glob(
+        "*.safetensors"
+    )
+    assert written.read_bytes() == payload
