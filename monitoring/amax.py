@@ -1,11 +1,10 @@
-"""Per-tensor FP8 statistics: how ranks pack them, how they are merged, how much room is left.
+"""Per-tensor FP8 statistics: how ranks pack them, and how much room is left.
 
 A rank sends one float32 array [tensors, 9] a step, rows named ``"{layer}/{role}"`` and
 columns as in ``COLUMNS``; this module is the only place that knows that layout outside
 the rank. Scale is the multiplier before the cast (fp8 value = x * scale), as everywhere.
 
-Promises: pure, numpy only; merging takes the maximum of amax and sums the counters, so
-that the result does not depend on the order of the ranks.
+Promises: pure, numpy only. ``monitoring.tensor_sums`` puts the ranks' together.
 """
 
 from __future__ import annotations
@@ -60,31 +59,6 @@ class TensorScaling:
         return self.recipe in ("delayed", "current")
 
 
-_AMAX, _SCALE, _SATURATED, _UNDERFLOWED, _NONFINITE, _COUNT, _SIGNAL, _NOISE, _UNCALIBRATED = range(
-    len(COLUMNS)
-)
-
-
-class ScaleMismatchError(ValueError):
-    """Ranks quantized the same tensor with different scales where the recipe shares one.
-
-    Under delayed scaling the amax is reduced over a stage's ranks, so a difference means
-    that the reduction did not reach all of them.
-    """
-
-    def __init__(self, name: str, low: float, high: float) -> None:
-        super().__init__(
-            f"{name}: ranks used scales from {low:g} to {high:g}; delayed scaling shares one. "
-            "Check that every rank of the stage takes part in the amax reduction."
-        )
-        self.name = name
-        self.low = low
-        self.high = high
-
-    def __reduce__(self) -> tuple[type[ScaleMismatchError], tuple[str, float, float]]:
-        return (type(self), (self.name, self.low, self.high))
-
-
 def encode(stats: npt.NDArray[np.float32]) -> bytes:
     """The bytes of ``RankReport.stats``: float32 [tensors, 9], row after row, little-endian."""
     return np.ascontiguousarray(stats, dtype="<f4").tobytes()
@@ -99,72 +73,6 @@ def decode(stats: bytes, names: Sequence[str]) -> npt.NDArray[np.float32]:
             f"float32 [{len(names)}, {len(COLUMNS)}] has {wanted}"
         )
     return np.frombuffer(stats, dtype="<f4").reshape(len(names), len(COLUMNS))
-
-
-def merge(
-    ranks: Iterable[tuple[Sequence[str], bytes]], *, same_scale: bool = False
-) -> TensorColumns:
-    """One step's statistics of several ranks, by tensor name, in order of first appearance.
-
-    ``ranks``: (names, bytes) of each rank's report. Ranks of one stage name the same
-    tensors, ranks of different stages different ones. A NaN amax stays NaN.
-
-    ``same_scale``: the recipe shares one scale over the ranks (delayed does), so that a
-    difference raises ``ScaleMismatchError``. Otherwise the smallest scale is taken, the one that
-    belongs to the largest amax. Percentages are of all values counted; 0 of none is 0. A tensor is
-    calibrated where it is on every rank.
-    """
-    reported = [(tuple(names), decode(stats, names)) for names, stats in ranks]
-    order, places = _order(tuple(names for names, _ in reported))
-    total = np.zeros((len(order), len(COLUMNS)), dtype=np.float64)
-    low = np.full(len(order), np.inf)
-    high = np.full(len(order), -np.inf)
-    for where, (_, table) in zip(places, reported, strict=True):
-        total[where, _AMAX] = np.maximum(total[where, _AMAX], table[:, _AMAX])
-        total[where, _SATURATED:] += table[:, _SATURATED:]
-        low[where] = np.minimum(low[where], table[:, _SCALE])
-        high[where] = np.maximum(high[where], table[:, _SCALE])
-    if same_scale and not np.array_equal(low, high, equal_nan=True):
-        worst = int(np.flatnonzero(low != high)[0])
-        raise ScaleMismatchError(order[worst], float(low[worst]), float(high[worst]))
-    share = 100.0 / np.maximum(total[:, _COUNT], 1.0)
-    return TensorColumns(
-        order,
-        amax=total[:, _AMAX].copy(),
-        scale=low,
-        saturated_pct=total[:, _SATURATED] * share,
-        underflow_pct=total[:, _UNDERFLOWED] * share,
-        nonfinite=np.nan_to_num(total[:, _NONFINITE]).astype(np.int64),
-        sqnr_db=_sqnr_db(total),
-        calibrated=total[:, _UNCALIBRATED] == 0,
-    )
-
-
-@lru_cache(maxsize=8)
-def _order(
-    ranks: tuple[tuple[str, ...], ...],
-) -> tuple[tuple[str, ...], tuple[npt.NDArray[np.int64], ...]]:
-    """All names once, in order of first appearance, and where each rank's stand among them.
-
-    Ranks name the same tensors in every step; who compares names of two steps then compares
-    one tuple with itself.
-    """
-    index: dict[str, int] = {}
-    for names in ranks:
-        for name in names:
-            index.setdefault(name, len(index))
-    places = (np.array([index[name] for name in names], dtype=np.int64) for names in ranks)
-    return tuple(index), tuple(places)
-
-
-def _sqnr_db(total: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Decibels by tensor; NaN where there is no signal, or none was measured."""
-    signal, noise = total[:, _SIGNAL], total[:, _NOISE]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        decibels = 10.0 * (np.log10(signal) - np.log10(noise))
-    # More energy than FP32 holds: nothing can be said.
-    measured = (signal > 0) & np.isfinite(signal) & np.isfinite(noise)
-    return np.where(measured, decibels, np.nan)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from launch.commands import ExchangeReport, Order, RankReport, SetExchange, SetPrecision
+from launch.step_part import StepPart
 from orchestrator.actions import Action
 from orchestrator.recovery.controls import (
     STOPS,
@@ -84,7 +85,7 @@ class ControlRoom:
             self._desk.take()
             self._do(control, now)
 
-    def applied(self, report: RankReport, now: float) -> None:
+    def applied(self, report: RankReport | StepPart, now: float) -> None:
         """A rank tells which commands it has applied; all ranks do at the same step."""
         for control in self._desk.applied(report.command):
             step = report.step + 1 if control.to_step is None else control.to_step

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from launch.commands import Report
+from launch.step_part import Sent
 
 
 class Inbox:
@@ -17,7 +17,7 @@ class Inbox:
 
     def __init__(self, limit: int = 50_000) -> None:
         self._limit = limit
-        self._reports: list[Report] = []
+        self._reports: list[Sent] = []
         self._changed = threading.Condition()
         self._woken = False
 
@@ -26,14 +26,14 @@ class Inbox:
         """Whether all that came was read."""
         return not self._reports
 
-    def put(self, reports: Sequence[Report], timeout_s: float = 30.0) -> None:
+    def put(self, reports: Sequence[Sent], timeout_s: float = 30.0) -> None:
         """Add; waits up to ``timeout_s`` for room."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._reports) < self._limit, timeout_s)
             self._reports.extend(reports)
             self._changed.notify_all()
 
-    def drain(self) -> list[Report]:
+    def drain(self) -> list[Sent]:
         """All that is here."""
         with self._changed:
             reports, self._reports = self._reports, []

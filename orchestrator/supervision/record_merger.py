@@ -1,23 +1,59 @@
-"""Reports of all ranks of one step → one StepRecord. Pure: no clock, no I/O.
+"""What ranks reported of one step → one StepRecord. Pure: no clock, no I/O.
 
-Promises: a record comes out when every rank has reported its step, in order of steps;
-reports of another attempt or timeline are refused; what is held is bounded.
+Promises: a record comes out when every rank is in, in order of steps, whether each came alone or
+some of them already merged; reports of another attempt or timeline are refused, and so is what was
+in already; what is held is bounded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from launch.commands import RankReport
-from monitoring.amax import merge
-from monitoring.records import StepRecord
+from launch.step_part import (
+    MOST_PARAMETERS,
+    Exchanged,
+    Names,
+    ReplicaSums,
+    StepPart,
+    in_order,
+    merged,
+    part_of,
+    worst,
+)
+from monitoring.records import ReplicaComparison, StepRecord
 from monitoring.replicas import RankSums, compare
+from monitoring.tensor_sums import columns_of
 
 logger = logging.getLogger(__name__)
 
-MOST_PARAMETERS = 64
-"""Names of non-finite parameters kept in a record."""
+
+class _Open:
+    """A step that some ranks have reported."""
+
+    def __init__(self, world_size: int) -> None:
+        self.parts: list[StepPart] = []
+        self.here = np.zeros(world_size, np.bool_)
+
+    def add(self, part: StepPart) -> bool:
+        """Take it in, unless its ranks are here; whether all ranks are."""
+        known = self.here[part.ranks]
+        if known.any():
+            if known.all():
+                return False
+            # Some of its ranks came by another way before: the part has them too.
+            inside = [p for p in self.parts if np.isin(p.ranks, part.ranks).any()]
+            if not all(np.isin(p.ranks, part.ranks).all() for p in inside):
+                logger.error("step %d: parts of the ranks overlap; the later is refused", part.step)
+                return False
+            self.parts = [p for p in self.parts if not any(p is one for one in inside)]
+        self.parts.append(part)
+        self.here[part.ranks] = True
+        return bool(self.here.all())
 
 
 class RecordMerger:
@@ -29,22 +65,29 @@ class RecordMerger:
         self.timeline = timeline
         self.world_size = world_size
         self._limit = limit
-        self._steps: dict[int, dict[int, RankReport]] = {}
+        self._steps: dict[int, _Open] = {}
+        self._done = -1
+        """Newest step that was complete on this timeline."""
 
     def begin(self, timeline: int) -> None:
         """From now on only reports of ``timeline`` count."""
         self.timeline = timeline
         self._steps.clear()
+        self._done = -1
 
-    def add(self, report: RankReport) -> StepRecord | None:
-        """The step's record if this report was the last one missing."""
-        if (report.attempt, report.timeline) != (self.attempt, self.timeline):
+    def add(self, report: RankReport | StepPart) -> StepPart | None:
+        """All ranks of the step, if those of this report were the last ones missing."""
+        place = (report.attempt, report.timeline)
+        if place != (self.attempt, self.timeline) or report.step <= self._done:
             return None
-        reports = self._steps.setdefault(report.step, {})
-        reports[report.rank] = report
-        if len(reports) == self.world_size:
-            del self._steps[report.step]
-            return merge_reports([reports[rank] for rank in sorted(reports)])
+        part = report if isinstance(report, StepPart) else part_of(report)
+        step = self._steps.get(part.step)
+        if step is None:
+            step = self._steps[part.step] = _Open(self.world_size)
+        if step.add(part):
+            del self._steps[part.step]
+            self._done = part.step
+            return merged(step.parts)
         if len(self._steps) > self._limit:
             given_up = min(self._steps)
             logger.error("step %d was reported by some ranks only; given up", given_up)
@@ -55,57 +98,66 @@ class RecordMerger:
         """Ranks that have not reported the oldest step held; () when nothing is held."""
         if not self._steps:
             return ()
-        reported = self._steps[min(self._steps)]
-        return tuple(rank for rank in range(self.world_size) if rank not in reported)
+        missing: npt.NDArray[np.int64] = np.flatnonzero(~self._steps[min(self._steps)].here)
+        return tuple(missing.tolist())
 
 
 def merge_reports(reports: Sequence[RankReport]) -> StepRecord:
-    """One record of all ranks' reports of one step, in order of ranks.
+    """One record of all ranks' reports of one step."""
+    return record_of(merged([part_of(report) for report in reports]))
 
-    Loss and gradient norm are global already; the last rank's are taken, because it is on
-    the last pipeline stage, where the loss is made. A step's time and its exchange's rounding
-    error are the worst rank's, the rest of the exchange the mean a rank.
+
+def record_of(part: StepPart) -> StepRecord:
+    """The record of a step that all ranks are in.
+
+    Loss and gradient norm are global already; the last rank's are taken. A step's time and its
+    exchange's rounding error are the worst rank's, the rest of the exchange the mean a rank.
     """
-    first, last = reports[0], reports[-1]
-    batches = {report.batch for report in reports}
-    if len(batches) > 1:
-        logger.error("step %d: ranks used different batches %s", first.step, sorted(batches))
-    nonfinite = [r for r in reports if r.nonfinite_loss or r.nonfinite_parameters]
+    if len(part.batches) > 1:
+        logger.error("step %d: ranks used different batches %s", part.step, sorted(part.batches))
     return StepRecord(
-        attempt=first.attempt,
-        timeline=first.timeline,
-        step=first.step,
-        time=max(report.time for report in reports),
-        batch=first.batch,
-        loss=last.loss,
-        grad_norm=last.grad_norm,
-        lr=first.lr,
-        tokens=max(report.tokens for report in reports),
-        step_time_s=max(report.step_time_s for report in reports),
-        skipped=any(report.skipped for report in reports),
-        nonfinite_ranks=tuple(report.rank for report in nonfinite),
-        nonfinite_parameters=_union(r.nonfinite_parameters for r in nonfinite)[:MOST_PARAMETERS],
-        comm=_exchanged([report.comm for report in reports]),
-        tensors=merge((report.stats_names, report.stats) for report in reports),
-        high_precision_layers=_union(report.high_precision_layers for report in reports),
-        drills=tuple(sorted({drill for report in reports for drill in report.drills})),
-        replicas=compare(
-            RankSums(report.rank, report.replicas, report.checksum_names, report.checksums)
-            for report in reports
-        ),
+        attempt=part.attempt,
+        timeline=part.timeline,
+        step=part.step,
+        time=part.time,
+        batch=part.batch,
+        loss=part.loss,
+        grad_norm=part.grad_norm,
+        lr=part.lr,
+        tokens=part.tokens,
+        step_time_s=part.step_time_s,
+        skipped=part.skipped,
+        nonfinite_ranks=part.nonfinite_ranks,
+        nonfinite_parameters=in_order(part.nonfinite_parameters)[:MOST_PARAMETERS],
+        comm=_exchanged(part.comm),
+        tensors=columns_of(part.tensors),
+        high_precision_layers=in_order(part.high_precision_layers),
+        drills=tuple(sorted(part.drills)),
+        replicas=_compared(part.replicas),
     )
 
 
-def _union(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """All names once, in order of first appearance."""
-    return tuple(dict.fromkeys(name for some in names for name in some))
-
-
-def _exchanged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _exchanged(groups: Mapping[Names, Exchanged]) -> dict[str, float]:
     """``StepRecord.comm`` of the ranks that measured it."""
-    keys = _union(tuple(row) for row in rows)
-    values = {key: [row[key] for row in rows if key in row] for key in keys}
-    return {
-        key: max(found) if key == "relative_error" else sum(found) / len(found)
-        for key, found in values.items()
-    }
+    keys = in_order({names: one.first_rank for names, one in groups.items()})
+    found: dict[str, float] = {}
+    for key in keys:
+        mine = [(one, names.index(key)) for names, one in groups.items() if key in names]
+        if key == "relative_error":
+            found[key] = worst(one.worst[i] for one, i in mine)
+            continue
+        total = mine[0][0].sums[mine[0][1]]
+        for one, i in mine[1:]:
+            total = total.add(one.sums[i])
+        found[key] = total.value / sum(one.count for one, _ in mine)
+    return found
+
+
+def _compared(replicas: ReplicaSums) -> ReplicaComparison | None:
+    reports = [
+        RankSums(rank, group, names, sums)
+        for group, said in replicas.items()
+        for (names, sums), ranks in said.items()
+        for rank in ranks
+    ]
+    return compare(sorted(reports, key=lambda report: report.rank))

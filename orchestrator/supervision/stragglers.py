@@ -9,13 +9,15 @@ step, or some, tells nothing; what is slow and costs the step nothing is left al
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.commands import RankReport
+import numpy as np
+import numpy.typing as npt
+
 from launch.config import RunConfig
+from launch.step_part import StepPart
 from monitoring.config import DetectionConfig
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
@@ -25,8 +27,8 @@ PERSISTENCE = 0.8
 """Part of the last steps in which a rank must have been slow."""
 LEAST_SHARE = 0.1
 """Of a step's time, that a rank must cost it to be worth telling."""
-MOST_OPEN = 64
-"""Steps of which some ranks' reports are missing."""
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,80 +55,82 @@ class Stragglers:
         self._of_stage = max(1, world_size // degrees.pipeline)
         self._limits = limits
         self._world_size = world_size
-        self._open: dict[tuple[int, int], dict[int, RankReport]] = {}
-        self._starts: list[list[float]] = [[] for _ in range(world_size)]
-        self._recent: list[deque[tuple[float, float, float, bool]]] = [
-            deque(maxlen=limits.slow_rank_steps) for _ in range(world_size)
-        ]
-        """Ratio, own seconds, reference, and whether it was slow, of the last steps."""
+        window = limits.slow_rank_steps
+        self._starts: list[Floats] = []
+        """Each rank's seconds [ranks], of the attempt's first steps."""
+        self._usual: Floats | None = None
+        """Their medians."""
+        # Of each rank's last steps [steps, ranks], written round and round.
+        self._ratio = np.zeros((window, world_size))
+        self._own = np.zeros((window, world_size))
+        self._reference = np.zeros((window, world_size))
+        self._was_slow = np.zeros((window, world_size), np.bool_)
+        self._seen = np.zeros(world_size, np.int64)
+        """Steps written of each."""
         self._slow: dict[int, Slow] = {}
 
-    def add(self, report: RankReport) -> tuple[Slow, ...]:
-        """All ranks that are slow, when the last report of a step shows another one; else ()."""
-        key = (report.timeline, report.step)
-        reports = self._open.setdefault(key, {})
-        reports[report.rank] = report
-        while len(self._open) > MOST_OPEN:
-            del self._open[min(self._open)]
-        if len(reports) < self._world_size:
+    def add(self, step: StepPart) -> tuple[Slow, ...]:
+        """All ranks that are slow, when this step, with all ranks in it, shows another one; else
+        ()."""
+        own = step.compute_s
+        if self._world_size == 1:
             return ()
-        self._open = {k: v for k, v in self._open.items() if k > key}
-        self._compare([reports[rank] for rank in range(self._world_size)])
+        reference = self._references(own)
+        if reference is None:
+            return ()
+        at = np.flatnonzero(reference > 0)
+        row = self._seen[at] % len(self._ratio)
+        costs = own - reference > LEAST_SHARE * step.step_time_s
+        slow = costs & (own > self._limits.slow_rank * reference)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._ratio[row, at] = (own / reference)[at]
+        self._own[row, at], self._reference[row, at] = own[at], reference[at]
+        self._was_slow[row, at] = slow[at]
+        self._seen[at] += 1
         return self._news()
 
-    def _compare(self, reports: Sequence[RankReport]) -> None:
-        step_s = max(report.step_time_s for report in reports)
-        seconds = [report.compute_s for report in reports]
-        references = self._references(seconds)
-        for rank, (own, reference) in enumerate(zip(seconds, references, strict=True)):
-            if reference is None or reference <= 0:
-                continue
-            costs = own - reference > LEAST_SHARE * step_s
-            slow = costs and own > self._limits.slow_rank * reference
-            self._recent[rank].append((own / reference, own, reference, slow))
-
-    def _references(self, seconds: Sequence[float]) -> list[float | None]:
-        """What each rank's time is compared with; None while there is nothing yet."""
+    def _references(self, seconds: Floats) -> Floats | None:
+        """What each rank's time is compared with [ranks]; None while there is nothing yet."""
         if self._of_stage > 1:
             # The lower median: of two, the faster one shows how fast it can be.
-            stages = [
-                statistics.median_low(seconds[first : first + self._of_stage])
-                for first in range(0, self._world_size, self._of_stage)
-            ]
-            return [stages[rank // self._of_stage] for rank in range(self._world_size)]
-        needed = self._limits.slow_rank_steps
-        for start, own in zip(self._starts, seconds, strict=True):
-            if len(start) < needed:
-                start.append(own)
-        if len(self._starts[0]) < needed or self._world_size == 1:
-            return [None] * self._world_size
-        usual = [statistics.median(start) for start in self._starts]
-        grown = [own / max(was, 1e-9) for own, was in zip(seconds, usual, strict=True)]
-        return [
-            usual[rank] * statistics.median_low(grown[:rank] + grown[rank + 1 :])
-            for rank in range(self._world_size)
-        ]
+            stages = seconds.reshape(-1, self._of_stage)
+            middle = (self._of_stage - 1) // 2
+            return np.repeat(np.partition(stages, middle, axis=1)[:, middle], self._of_stage)
+        if self._usual is None:
+            self._starts.append(seconds)
+            if len(self._starts) < self._limits.slow_rank_steps:
+                return None
+            self._usual = np.median(self._starts, axis=0)
+            self._starts = []
+        grown = seconds / np.maximum(self._usual, 1e-9)
+        # The lower median of the others: one further where the rank itself is below it.
+        order = np.argsort(grown, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        middle = (self._world_size - 2) // 2
+        others = np.where(place <= middle, grown[order[middle + 1]], grown[order[middle]])
+        return self._usual * others
 
     def _news(self) -> tuple[Slow, ...]:
-        news = False
-        for rank, recent in enumerate(self._recent):
-            steps = sum(slow for *_, slow in recent)
-            if rank in self._slow and steps < (1 - PERSISTENCE) * len(recent):
-                del self._slow[rank]
-            full = len(recent) == recent.maxlen
-            if rank not in self._slow and full and steps >= PERSISTENCE * len(recent):
-                ratio, own, reference = (
-                    statistics.median(row[i] for row in recent) for i in range(3)
-                )
-                self._slow[rank] = Slow(rank, ratio, own, reference, steps, len(recent))
-                news = True
-        return tuple(self._slow[rank] for rank in sorted(self._slow)) if news else ()
+        window = len(self._ratio)
+        held = np.minimum(self._seen, window)
+        steps = self._was_slow.sum(axis=0)
+        for rank in [r for r in self._slow if steps[r] < (1 - PERSISTENCE) * held[r]]:
+            del self._slow[rank]
+        often = (held == window) & (steps >= PERSISTENCE * held)
+        new = [rank for rank in np.flatnonzero(often).tolist() if rank not in self._slow]
+        for rank in new:
+            ratio, own, reference = (
+                float(np.median(of[:, rank])) for of in (self._ratio, self._own, self._reference)
+            )
+            self._slow[rank] = Slow(rank, ratio, own, reference, int(steps[rank]), window)
+        return tuple(self._slow[rank] for rank in sorted(self._slow)) if new else ()
 
 
 def incident_of(
-    slow: Sequence[Slow], nodes: Sequence[NodeSlot], report: RankReport, now: float
+    slow: Sequence[Slow], nodes: Sequence[NodeSlot], step: StepPart, now: float
 ) -> Incident:
-    """The incident of the ranks that are slow as of ``report``."""
+    """The incident of the ranks that are slow as of ``step``."""
     homes = _homes(nodes)
     worst = max(slow, key=lambda found: found.ratio)
     ranks = [found.rank for found in slow]
@@ -135,10 +139,10 @@ def incident_of(
     return Incident(
         kind="slow_rank",
         detector="supervisor",
-        attempt=report.attempt,
-        timeline=report.timeline,
-        step=report.step,
-        onset_step=max(0, report.step + 1 - worst.of),
+        attempt=step.attempt,
+        timeline=step.timeline,
+        step=step.step,
+        onset_step=max(0, step.step + 1 - worst.of),
         time=now,
         message=(
             f"{ranks_told(ranks).capitalize()} on {where} "

@@ -24,7 +24,6 @@ from launch.commands import (
     ExchangeReport,
     Order,
     RankReport,
-    Report,
     RestoredOlder,
     RollbackReport,
     SetExchange,
@@ -33,6 +32,7 @@ from launch.commands import (
     Stop,
 )
 from launch.rank_group import NodeSilentError, RankEnd, RankGroup
+from launch.step_part import Sent, StepPart
 from monitoring.environment import environment
 from monitoring.records import Incident, StepRecord
 from orchestrator.actions import Action
@@ -61,6 +61,7 @@ from orchestrator.supervision.journal import Journal, RunLog
 from orchestrator.supervision.lost_ranks import blames_a_peer, died, first_causes
 from orchestrator.supervision.outbox import ControllerUnreachableError, Outbox
 from orchestrator.supervision.preflight_gate import Look, PreflightGate
+from orchestrator.supervision.record_merger import record_of
 from orchestrator.supervision.restocking import Restocking
 from orchestrator.supervision.starting_points import StartingPoints
 from orchestrator.supervision.stragglers import Slow, incident_of, slow_nodes
@@ -137,8 +138,8 @@ class Supervision:
 
     # What other threads call.
 
-    def deliver(self, reports: Sequence[Report]) -> None:
-        """Take in reports of the ranks."""
+    def deliver(self, reports: Sequence[Sent]) -> None:
+        """Take in reports of the ranks, those of a step merged or not."""
         self.inbox.put(reports)
 
     def ask_stop(self, reason: str) -> None:
@@ -202,14 +203,15 @@ class Supervision:
             if self.phase is Phase.OVER or report.attempt != attempt.facts.attempt:
                 continue
             match report:
-                case RankReport():
+                case RankReport() | StepPart():
                     self._controls.applied(report, now)
-                    record = attempt.merger.add(report)
-                    if record is not None:
-                        self._record(record, now)
-                    slow = attempt.stragglers.add(report)
+                    whole = attempt.merger.add(report)
+                    if whole is None:
+                        continue
+                    self._record(record_of(whole), now)
+                    slow = attempt.stragglers.add(whole)
                     if slow and attempt is self._attempt:
-                        self._slow(slow, report, now)
+                        self._slow(slow, whole, now)
                 case SnapshotReport(tier="ring"):
                     attempt.book.add(report, attempt.facts.timeline)
                 case SnapshotReport(tier="disk"):
@@ -240,10 +242,10 @@ class Supervision:
                 case ExchangeReport():
                     self._exchange_chosen(report, now)
 
-    def _slow(self, slow: Sequence[Slow], report: RankReport, now: float) -> None:
+    def _slow(self, slow: Sequence[Slow], step: StepPart, now: float) -> None:
         """Ranks hold up the others: told, and their node replaced where the spec says so, once."""
         nodes = self._attempt.resume.nodes
-        incident, where = incident_of(slow, nodes, report, now), slow_nodes(slow, nodes)
+        incident, where = incident_of(slow, nodes, step, now), slow_nodes(slow, nodes)
         self._journal.happened(notices.slow_ranks(incident, where), now)
         new = set(where) - self._slow_nodes
         if new and self._spec.recovery.replace_slow_nodes and self.takes_commands():

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.commands import Report
 from launch.preflight_run import PreflightRun
+from launch.step_part import Sent
 from launch.worker_group import WorkerGroup
 from monitoring.environment import environment
 from monitoring.records import StepRecord
@@ -123,8 +123,8 @@ class Supervisor:
         finally:
             self._going = False
 
-    def report(self, reports: Sequence[Report]) -> None:
-        """What ranks call; returns at once."""
+    def report(self, reports: Sequence[Sent]) -> None:
+        """What ranks call, and what merges their reports; returns at once."""
         if self._supervision is not None:
             self._supervision.deliver(reports)
 

@@ -34,8 +34,9 @@ from launch.commands import (
 from launch.config import RunConfig
 from launch.keeper import Keeper
 from launch.mailbox import Mailbox
-from monitoring.amax import decode, merge
+from monitoring.amax import decode
 from monitoring.records import ReplicaComparison
+from monitoring.tensor_sums import merge
 from orchestrator.supervision.record_merger import merge_reports
 from tests.ranks.launch_ranks import run_ranks
 

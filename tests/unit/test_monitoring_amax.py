@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from monitoring.amax import (
     COLUMNS,
-    ScaleMismatchError,
     decode,
     encode,
     headroom_octaves,
-    merge,
     worst_by_headroom,
 )
 from monitoring.tensor_stats import TensorStats
+from monitoring.tensor_sums import ScaleMismatchError, merge
 
 NAMES = ("layers.0.mlp.down/input", "layers.0.mlp.down/weight")
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from launch.commands import RankReport
+from launch.step_part import merged, part_of
 from monitoring.config import DetectionConfig
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
@@ -49,10 +50,10 @@ def watched(
     watch = Stragglers(job, LIMITS, world)
     found = []
     for step in range(steps):
-        for rank in range(world):
-            news = watch.add(report(rank, step, seconds(rank, step), step_s))
-            if news:
-                found.append((step, news))
+        parts = [part_of(report(rank, step, seconds(rank, step), step_s)) for rank in range(world)]
+        news = watch.add(merged(parts))
+        if news:
+            found.append((step, news))
     return found
 
 
@@ -115,7 +116,7 @@ SLOW = tuple(Slow(rank, 2.0, 0.8, 0.4, 19, 20) for rank in (2, 3))
 
 
 def incident() -> Incident:
-    return incident_of(SLOW, NODES, report(3, 40, 0.8, 1.0), 5.0)
+    return incident_of(SLOW, NODES, part_of(report(3, 40, 0.8, 1.0)), 5.0)
 
 
 def test_the_incident_names_ranks_node_numbers_and_steps() -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitoring.amax import encode, headroom_octaves, headrooms, merge, worst_by_headroom
+from monitoring.amax import encode, headroom_octaves, headrooms, worst_by_headroom
 from monitoring.tensor_stats import TensorColumns, TensorStats
+from monitoring.tensor_sums import merge
 
 NUMBERS = st.one_of(
     st.floats(0.0, 1e6), st.sampled_from([0.0, math.inf, 5e-324, 448.0, 57344.0, 3.4e38])
