@@ -27,6 +27,7 @@ import httpx
 from orchestrator.api.client_errors import (
     ELSEWHERE,
     LOOK_FIRST,
+    NO_URL,
     START_AGAIN,
     START_ONE,
     TRY_AGAIN,
@@ -35,6 +36,7 @@ from orchestrator.api.client_errors import (
     ServerError,
     TooManyRequestsError,
     UnreachableError,
+    UsageError,
     error_of,
 )
 from orchestrator.api.client_errors import ClientError as ClientError
@@ -61,7 +63,8 @@ class Client:
     """One controller's API at ``url``; ``token`` is its bearer token.
 
     ``home``: where a controller that restarts says that it listens now; ``trust``: whose
-    certificates are taken, by default those of the system's authorities.
+    certificates are taken, by default those of the system's authorities. An ``url`` that is none
+    is unreachable, and a ``token`` that can be none isn't accepted.
     """
 
     def __init__(
@@ -73,9 +76,9 @@ class Client:
     ) -> None:
         self.url = url.rstrip("/")
         self._home = home
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers = {"Authorization": f"Bearer {_fit(token)}"} if token else {}
         # A proxy of the environment has no business between us and the loopback.
-        local = httpx.URL(self.url).host in ("127.0.0.1", "localhost", "::1")
+        local = _host(self.url) in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
@@ -153,13 +156,14 @@ class Client:
     def rotate_token(
         self, name: str, seconds: float | None = None, overlap_s: float = 0.0
     ) -> dict[str, Any]:
-        """Another one of that name; those before are accepted for ``overlap_s`` more."""
+        """Another one of that name, by default for as long as the one before was made for; those
+        before are accepted for ``overlap_s`` more."""
         body = {"seconds": seconds, "overlap_s": overlap_s}
-        return self._post(f"/v1/tokens/{quote(name, safe='')}/rotate", body)
+        return self._post(_token_path(name, "rotate"), body)
 
     def revoke_token(self, name: str) -> list[dict[str, Any]]:
         """End those of a name or an id; as they are now."""
-        return list(self._post(f"/v1/tokens/{quote(name, safe='')}/revoke", {})["revoked"])
+        return list(self._post(_token_path(name, "revoke"), {})["revoked"])
 
     def jobs(self, by: str | None = None, states: Sequence[str] = ()) -> list[dict[str, Any]]:
         """All jobs, oldest first; with ``by`` those that this user submitted."""
@@ -369,6 +373,9 @@ class Client:
                     )
                 time.sleep(pause)
                 continue
+            except (httpx.InvalidURL, UnicodeError) as error:
+                # A name of a hundred thousand characters, bytes of an argument that are no text.
+                raise UsageError(f"that can't be sent to a controller: {error}") from None
             except httpx.HTTPError as error:
                 detail = str(error) or type(error).__name__
                 # A question may be asked twice; an order only if nobody can have heard it.
@@ -427,8 +434,43 @@ def _pause_of(answer: httpx.Response) -> float | None:
 
 
 def _path(job: str, *more: str) -> str:
-    return "/".join(["/v1/jobs", quote(job, safe=""), *more])
+    return "/".join(["/v1/jobs", _segment(job, "job"), *more])
 
 
 def _node_path(node: str, what: str) -> str:
-    return f"/v1/nodes/{quote(node, safe='')}/{what}"
+    return f"/v1/nodes/{_segment(node, 'node')}/{what}"
+
+
+def _token_path(name: str, what: str) -> str:
+    return f"/v1/tokens/{_segment(name, 'token')}/{what}"
+
+
+def _segment(word: str, what: str) -> str:
+    """A name as a part of a path."""
+    if not word.strip():
+        raise UsageError(f"no {what} is named: the word for it is empty")
+    if not word.strip("."):
+        # A path without it, to whoever reads one.
+        raise NotFoundError(f"there is no {what} {word!r}")
+    return quote(word, safe="", errors="replace")
+
+
+def _host(url: str) -> str:
+    """The host of a controller's address."""
+    try:
+        found = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise UnreachableError(f"{url!r} is no address of a controller: {error}", NO_URL) from None
+    if found.scheme not in ("http", "https") or not found.host:
+        raise UnreachableError(f"{url!r} is no address of a controller", NO_URL)
+    return found.host
+
+
+def _fit(token: str) -> str:
+    """The token, where it can be one: what it is isn't told."""
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise NotAuthorizedError(
+            "the token has characters that no token has, such as a space, the end of a line or a "
+            "letter with an accent: was it copied whole, and alone?"
+        )
+    return token

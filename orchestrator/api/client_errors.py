@@ -6,6 +6,7 @@ controller's is told as such. What a controller of before says (``error`` alone)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ ELSEWHERE = (
     "$OCTAVO_URL says so: is it right, does the controller run, and does it listen there?\n"
     "`octavo up --listen ADDRESS` starts one; `unset OCTAVO_URL` for the one on this machine"
 )
+NO_URL = "addresses are as http://10.0.0.1:8420 or https://head.example.org: set $OCTAVO_URL so"
 UNTRUSTED = (
     "name the authority that signed its certificate with --ca FILE or $OCTAVO_CA; if you do, or "
     "it is your own machine's, then something else answers there"
@@ -64,6 +66,12 @@ class NotAuthorizedError(ClientError):
 
 class NotAllowedError(ClientError):
     """The token is known, and its role doesn't allow this."""
+
+    @property
+    def needed(self) -> str:
+        """The role that does, as the controller says; "" where it doesn't."""
+        found = re.search(r"; this needs (read|submit|admin)$", str(self))
+        return found[1] if found else ""
 
 
 class NotYoursError(NotAllowedError):

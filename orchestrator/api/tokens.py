@@ -43,6 +43,7 @@ class RotationRequest(BaseModel):
     model_config = takes(seconds=7776000, overlap_s=3600)
 
     seconds: Lifetime = None
+    """Seconds that it is accepted; none: as long as the one before was made for."""
     overlap_s: float = Field(0.0, ge=0, le=30 * 86400, allow_inf_nan=False)
     """Seconds that the ones before are accepted still."""
 

@@ -46,7 +46,8 @@ def dashboard(
             "`octavo watch` and `octavo report` show it without W&B",
         )
     offline = out is not None or output is Output.json
-    whose = entity or spec["entity"] or (None if offline else _own_entity())
+    # What a completed spec says nothing of is not in it.
+    whose = entity or spec.get("entity") or (None if offline else _own_entity())
     board = workspace(shown["id"], whose or "", spec["project"])
     if not offline:
         print(_saved(board))

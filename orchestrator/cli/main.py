@@ -379,7 +379,10 @@ def _error_of(error: Exception) -> CommandError | None:
         case client.NotYoursError():
             return CommandError(str(error), "`octavo list --mine` shows yours; an admin may")
         case client.NotAllowedError():
-            remedy = "ask an admin for another: `octavo token create NAME --role submit`"
+            role = error.needed or "ROLE"
+            remedy = (
+                f"ask an admin to do it, or for a token: `octavo token create NAME --role {role}`"
+            )
             return CommandError(str(error), remedy)
         case client.UsageError():
             return CommandError(str(error), code=USAGE)

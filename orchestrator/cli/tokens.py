@@ -104,7 +104,12 @@ def list_tokens(
 @token_app.command()
 def rotate(
     name: NameArgument,
-    expires: ExpiresOption = "",
+    expires: Annotated[
+        str,
+        typer.Option(
+            "--expires", metavar="TIME", help="As 12h, 90d [default: as the one before was made]."
+        ),
+    ] = "",
     overlap: Annotated[
         str,
         typer.Option("--overlap", metavar="TIME", help="The one before is accepted for so long."),
@@ -112,7 +117,7 @@ def rotate(
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
-    """Make another token of the same name and role; the one before ends."""
+    """Make another token of the same name, role and lifetime; the one before ends."""
     seconds = seconds_of(expires, "--expires") if expires else None
     longer = seconds_of(overlap, "--overlap") if overlap else 0.0
     if name == HOME:
@@ -195,7 +200,7 @@ def _renew(home: Home, output: Output) -> None:
 
 def _until(expires_at: float | None) -> str:
     if expires_at is None:
-        return ""
+        return ", which doesn't expire"
     return f", until {clock(expires_at, date=expires_at - time.time() > 43200)}"
 
 

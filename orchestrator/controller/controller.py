@@ -127,11 +127,11 @@ class Controller:
     ) -> JobRow:
         """Take a job in: checked, its directory made, stored. Raises ``SpecError``.
 
-        ``by``: whose turn in the queue it takes; ``key``: the client's, under which the same job
+        ``by``: whose turn in the queue it takes; ``key``: theirs, under which the same job
         is taken once however often it comes. ``SubmitConflictError`` for another job under it.
         """
         spec = self.validate(data, file)
-        if key and (known := self.store.job_of_key(key)) is not None:
+        if key and (known := self.store.job_of_key(key, by)) is not None:
             return _same_job(known, spec, key)
         job = f"{spec.name}-{secrets.token_hex(3)}"
         folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job

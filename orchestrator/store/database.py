@@ -64,6 +64,7 @@ from orchestrator.store.rows import (
     store_batch,
     stored_job,
     stored_spec,
+    submit_key,
     submitted_under,
     transition_refusal,
 )
@@ -119,10 +120,10 @@ class Store:
     ) -> str:
         """Store a new queued job; its ``spec`` is complete and checked.
 
-        Returns its id, or that of the job that was submitted under ``key`` before.
+        Returns its id, or that of the job that ``by`` submitted under ``key`` before.
         """
         with self._write() as db:
-            if key is not None and (known := submitted_under(db, key)) is not None:
+            if key is not None and (known := submitted_under(db, key, by)) is not None:
                 return str(known["id"])
             row = {
                 "id": job,
@@ -135,16 +136,16 @@ class Store:
                 "job_dir": job_dir,
                 "submitted_at": time,
                 "submitted_by": by,
-                "submit_key": key,
+                "submit_key": None if key is None else submit_key(key, by),
             }
             db.execute(sa.insert(jobs).values(row))
             add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
         return job
 
-    def job_of_key(self, key: str) -> JobRow | None:
-        """The job that was submitted under ``key``."""
+    def job_of_key(self, key: str, by: str) -> JobRow | None:
+        """The job that ``by`` submitted under ``key``."""
         with self._read() as db:
-            row = submitted_under(db, key)
+            row = submitted_under(db, key, by)
             return None if row is None else job_row(row)
 
     def served_at(self) -> dict[str, float]:

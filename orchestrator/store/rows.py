@@ -6,6 +6,7 @@ Promises: every function works inside the caller's transaction and begins none.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,9 +95,17 @@ def stored_job(db: Connection, job: str) -> RowMapping:
     return row
 
 
-def submitted_under(db: Connection, key: str) -> RowMapping | None:
-    """The row of the job that was submitted under ``key``."""
-    return db.execute(sa.select(jobs).where(jobs.c.submit_key == key)).mappings().one_or_none()
+def submit_key(key: str, by: str) -> str:
+    """What is kept of a client's key: those of two users are two, though they be the same word."""
+    return hashlib.sha256(f"{by}\0{key}".encode()).hexdigest()
+
+
+def submitted_under(db: Connection, key: str, by: str) -> RowMapping | None:
+    """The row of the job that ``by`` submitted under ``key``."""
+    # Stores of before have the key itself.
+    under = jobs.c.submit_key.in_([submit_key(key, by), key])
+    query = sa.select(jobs).where(under, jobs.c.submitted_by == by)
+    return db.execute(query).mappings().first()
 
 
 def settled(row: JobRow) -> bool:

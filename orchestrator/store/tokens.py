@@ -137,14 +137,19 @@ class TokenRecords:
     ) -> tuple[TokenRow, str]:
         """Make another token of that name and role; those in force are for ``overlap_s`` more.
 
-        Raises ``UnknownTokenError``.
+        ``expires_at`` None: it is accepted for as long as the newest before was made for, so that
+        no rotation makes one that lasts for ever of one that doesn't. Raises
+        ``UnknownTokenError``.
         """
         with self._write() as db:
             before = _in_force(db, name, now)
             if not before:
                 raise UnknownTokenError(name)
             _revoke(db, before, now + overlap_s)
-            made = _add(db, name, before[-1].role, by, now, expires_at)
+            last = before[-1]
+            if expires_at is None and last.expires_at is not None:
+                expires_at = now + (last.expires_at - last.created_at)
+            made = _add(db, name, last.role, by, now, expires_at)
         self._forget()
         return made
 

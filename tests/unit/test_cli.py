@@ -447,6 +447,45 @@ def test_a_wrong_or_exposed_token_is_told_without_a_traceback(
     assert "not this controller's" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("url", "token", "code", "says"),
+    [
+        ("http://head:port", "", 3, "'http://head:port' is no address of a controller"),
+        ("http://[::1", "", 3, "'http://[::1' is no address of a controller"),
+        ("head:8420", "", 3, "'head:8420' is no address of a controller"),
+        ("http://127.0.0.1:9", "tök", 1, "the token has characters that no token has"),
+        ("http://127.0.0.1:9", "a\nb", 1, "the token has characters that no token has"),
+    ],
+)
+def test_an_address_or_token_that_can_be_none_is_told_in_a_line(
+    url: str,
+    token: str,
+    code: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OCTAVO_URL", url)
+    monkeypatch.setenv("OCTAVO_TOKEN", token)
+    assert call(["list"]) == code
+    told = capsys.readouterr().err
+    assert says in told and (not token or token not in told)
+
+
+def test_a_name_that_is_empty_or_no_text_is_told_as_such(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["status"], ["cancel"], ["token", "revoke"], ["nodes", "release"]):
+        assert call([*command, ""]) == 2
+        assert "is named: the word for it is empty" in capsys.readouterr().err
+        assert call([*command, ".."]) == 102
+        assert "there is no" in capsys.readouterr().err
+    assert call(["status", "\udcff"]) == 102
+    assert call(["cancel", "x", "--reason", "\udcff"]) == 2
+    assert "can't be sent to a controller" in capsys.readouterr().err
+    assert call(["status", "x" * 100_000]) in (2, 102)
+
+
 def test_without_words_the_help_is_shown_and_the_version_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

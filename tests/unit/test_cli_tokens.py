@@ -43,7 +43,10 @@ def test_a_token_is_made_used_rotated_and_revoked(
         assert call(["token", "whoami"]) == 0
         assert capsys.readouterr().out.startswith("alice, role submit, until ")
         assert call(["token", "list"]) == 1
-        assert "has the role submit; this needs admin" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "has the role submit; this needs admin" in told and "--role admin`" in told
+    assert call(["token", "rotate", "alice"]) == 0
+    assert "alice, role submit, until " in capsys.readouterr().err
     assert call(["token", "rotate", "alice", "-o", "json"]) == 0
     rotated = json.loads(capsys.readouterr().out)
     assert (rotated["name"], rotated["role"]) == ("alice", "submit")
@@ -51,7 +54,7 @@ def test_a_token_is_made_used_rotated_and_revoked(
     assert call(["token", "revoke", "alice"]) == 102
     assert call(["token", "list", "--all", "-o", "json"]) == 0
     everything = json.loads(capsys.readouterr().out.partition("\n")[2])
-    assert [row["state"] for row in everything] == ["revoked", "revoked"]
+    assert [row["state"] for row in everything] == ["revoked"] * 3
     assert call(["token", "create", "x y", "--role", "read"]) == 2
     assert call(["token", "create", "x", "--role", "read", "--expires", "soon"]) == 2
 

@@ -92,6 +92,15 @@ def test_the_command_writes_its_json_without_a_network(
     assert json.loads(capsys.readouterr().out)["displayName"] == f"Octavo {job}"
 
 
+def test_a_job_that_names_no_entity_has_a_dashboard_too(
+    home: Home, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plane.submit("toy")
+    assert run(["dashboard", "toy", "-o", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["entity"], told["project"]) == ("", "octavo")
+
+
 class _StandIn(BaseHTTPRequestHandler):
     """As much of W&B's API as saving a view takes; keeps what it is sent."""
 

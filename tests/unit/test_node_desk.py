@@ -420,16 +420,23 @@ class TestSubmitTwice:
             plane.submit("another", key="mine")
         text = plane.jobs_dir.parent / "text.txt"
         spec = {"name": "third", "slots_per_node": 4, "data": {"source": str(text)}}
-        answer = api.post("/v1/jobs", json={"spec": spec, "key": "mine", "by": "ann"})
+        answer = api.post("/v1/jobs", json={"spec": spec, "key": "mine"})
         assert answer.status_code == 409
         assert "was used to submit another job" in answer.json()["error"]
+
+    def test_the_same_word_of_two_users_is_two_keys(self, plane: ControlPlane) -> None:
+        first = plane.submit("toy", key="nightly", by="ann")
+        second = plane.submit("toy", key="nightly", by="bob")
+        assert first != second
+        assert plane.submit("toy", key="nightly", by="ann") == first
+        assert plane.submit("toy", key="nightly", by="bob") == second
 
     def test_two_at_the_same_time_are_one_job_with_one_directory(
         self, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first = plane.submit("toy", key="mine")
         # The second has looked before the first was stored.
-        monkeypatch.setattr(plane.store, "job_of_key", lambda key: None)
+        monkeypatch.setattr(plane.store, "job_of_key", lambda *_: None)
         assert plane.submit("toy", key="mine") == first
         assert [folder.name for folder in plane.jobs_dir.iterdir()] == [first]
 

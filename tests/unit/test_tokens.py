@@ -114,13 +114,15 @@ class TestOwnership:
         assert gone.json()["reason"] == "done (asked by alice)"
         assert api.post(f"/v1/jobs/{other}/cancel").status_code == 200, "an admin may"
 
-    def test_a_key_of_anothers_job_gives_no_job(self, api: TestClient) -> None:
+    def test_a_key_is_its_owners_and_gives_nobody_anothers_job(self, api: TestClient) -> None:
         alice, bob = made(api, "alice", "submit"), made(api, "bob", "submit")
         body = {"spec": spec(), "key": "same"}
         first = api.post("/v1/jobs", json=body, headers=alice)
         assert first.status_code == 201
         assert api.post("/v1/jobs", json=body, headers=alice).json()["id"] == first.json()["id"]
-        assert api.post("/v1/jobs", json=body, headers=bob).status_code == 409
+        own = api.post("/v1/jobs", json=body, headers=bob)
+        assert own.status_code == 201 and own.json()["id"] != first.json()["id"]
+        assert own.json()["submitted_by"] == "bob"
 
     def test_an_admin_speaks_for_others_and_everybody_else_for_themselves(self) -> None:
         admin = Caller("root", Role.ADMIN, "1")
@@ -196,6 +198,10 @@ class TestLife:
         _, new = records.rotate("ci", "home", 150.0, None, 60.0)
         assert isinstance(records.caller(old, 199.0), Caller), "neither longer nor shorter"
         assert records.caller(old, 200.0) != records.caller(new, 200.0)
+        assert isinstance(records.caller(new, 249.0), Caller), "made for 100 s, as the one before"
+        assert records.caller(new, 250.0) == "the token 'ci' is expired: an admin makes another one"
+        _, longer = records.rotate("ci", "home", 200.0, 1000.0, 0.0)
+        assert isinstance(records.caller(longer, 999.0), Caller)
         with pytest.raises(UnknownTokenError):
             records.rotate("nobody", "home", 150.0, None, 0.0)
         with pytest.raises(TokenConflictError, match="own home"):
@@ -315,5 +321,6 @@ def test_the_client_tells_apart_who_is_not_known_and_who_may_not(
     server = home.server()
     assert server is not None
     _, token = plane.store.tokens.create("ci", Role.READ, "home", 1.0, None)
-    with pytest.raises(NotAllowedError, match="has the role read; this needs submit"):
+    with pytest.raises(NotAllowedError, match="has the role read; this needs submit") as refused:
         Client(server.url, token).submit({"name": "toy"}, "toy.yaml")
+    assert refused.value.needed == "submit"
