@@ -30,6 +30,7 @@ from monitoring.report_charts import (
     recovery_picture,
 )
 from monitoring.report_layers import COLOURS, LayerFacts
+from monitoring.report_lead import count, lead, measure
 from monitoring.report_style import PAGE
 from monitoring.report_time import clock_chart, legend, share_bar, time_table
 from monitoring.secrets import masked
@@ -72,54 +73,27 @@ def _header(view: JobView, summary: Row) -> str:
     return (
         f"<header><h1>{escape(view.job)}</h1>"
         f'<span class="state {kind}">{state}</span></header>'
-        f'<p class="lead">{escape(_lead(summary))}</p>'
+        f'<p class="lead">{escape(lead(view, summary))}</p>'
     )
 
 
-def _lead(summary: Row) -> str:
-    """The report in one or two sentences."""
-    planned = summary["steps_planned"]
-    of = f" of {planned:,}" if isinstance(planned, int) else ""
-    told = f"{summary['steps']:,}{of} steps"
-    if summary["final_loss"] is not None:
-        told += f", loss {_value(summary['final_loss'], 3)}"
-    back = summary["rollbacks"] + summary["restarts"]
-    by_hand = sum(a.get("asked_by") is not None for a in summary["actions"])
-    orders = f" {_count(by_hand, 'order')} by a person." if by_hand else ""
-    if not summary["incidents"]:
-        return f"{told}, without an incident.{orders}"
-    steps = {(i["attempt"], i["timeline"], i["step"]) for i in summary["incidents"]}
-    troubles = _count(len(steps), "trouble")
-    cost = f"{_count(summary['steps_lost'], 'step')} redone" if back else "no step redone"
-    seconds = summary["time_to_recover_s"]
-    speed = f", back in training after {_value(seconds, 3)} s" if seconds is not None else ""
-    return f"{told}. {troubles} handled without a person: {cost}{speed}.{orders}"
-
-
 def _tiles(summary: Row) -> str:
-    ettr = summary["ettr"]
+    # As in "Where the time went": starts, pauses and the queue are part of it.
+    told = summary["goodput"]
+    useful = told["productive_s"] / told["wall_s"] if told["wall_s"] > 0 else None
     tiles = [
-        ("final loss", _value(summary["final_loss"], 4)),
+        ("final loss", measure(summary["final_loss"], 4)),
         ("steps", f"{summary['steps']:,}"),
-        ("step time", _value(summary["step_time_s"], 3, " s")),
-        ("tokens a second", _value(summary["tokens_per_s"], 3)),
+        ("step time", measure(summary["step_time_s"], 3, " s")),
+        ("tokens a second", measure(summary["tokens_per_s"], 3)),
         ("incidents", str(len(summary["incidents"]))),
         ("rollbacks · restarts", f"{summary['rollbacks']} · {summary['restarts']}"),
         ("steps redone", str(summary["steps_lost"])),
-        ("time to recover", _value(summary["time_to_recover_s"], 3, " s")),
-        ("useful time", "–" if ettr is None else f"{100 * ettr:.1f} %"),
+        ("time to recover", measure(summary["time_to_recover_s"], 3, " s")),
+        ("useful time", "–" if useful is None else f"{100 * useful:.1f} %"),
     ]
     cells = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{k}</span></div>' for k, v in tiles)
     return f'<section class="tiles">{cells}</section>'
-
-
-def _value(value: Any, digits: int, unit: str = "") -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, str):
-        return value
-    number = float(value)
-    return (f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}") + unit
 
 
 def _both(chart: Any, story: Story) -> str:
@@ -162,7 +136,7 @@ def _steps_table(story: Story) -> str:
     head = "".join(f"<th>{w}</th>" for w in ("step", "loss", "gradient norm", "in BF16", "update"))
     rows = "".join(
         f"<tr><td>{r.step:,}</td><td>{short(r.loss)}</td><td>{short(r.grad_norm)}</td>"
-        f"<td>{_count(len(r.high_precision_layers), 'linear')}</td>"
+        f"<td>{count(len(r.high_precision_layers), 'linear')}</td>"
         f"<td>{'left out' if r.skipped else 'made'}</td></tr>"
         for r in (kept[i] for i in chosen)
     )
@@ -240,7 +214,7 @@ def _precision(story: Story) -> str:
         every = f"all {linears} linears" if linears else "no linear"
         return f"{head}{every} computed in FP8 in every step that was kept</p></section>"
     others = linears - len(story.bf16)
-    rest = f"; the other {_count(others, 'linear')} in FP8 all the time" if others > 0 else ""
+    rest = f"; the other {count(others, 'linear')} in FP8 all the time" if others > 0 else ""
     rows = "".join(
         f"<tr><td><code>{escape(name)}</code></td><td>"
         + ", ".join(f"{a:,} to {b - 1:,}" for a, b in story.bf16[name])
@@ -286,14 +260,14 @@ def _incident(incident: Row) -> str:
         rows = "".join(
             f"<tr><td><code>{escape(str(s['layer']))}</code></td><td>{escape(str(s['tensor']))}</td>"
             + "".join(
-                f'<td class="num-cell">{escape(_value(s.get("evidence", {}).get(c), 3))}</td>'
+                f'<td class="num-cell">{escape(measure(s.get("evidence", {}).get(c), 3))}</td>'
                 for c in columns
             )
             + "</tr>"
             for s in suspects
         )
         body += (
-            f"<details><summary>{_count(len(suspects), 'suspect layer')}, likeliest first</summary>"
+            f"<details><summary>{count(len(suspects), 'suspect layer')}, likeliest first</summary>"
             f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
         )
     return body
@@ -342,10 +316,6 @@ def _facts(facts: Mapping[str, Any]) -> str:
         for k, v in facts.items()
     )
     return f'<dl class="facts">{items}</dl>'
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _words(name: str) -> str:

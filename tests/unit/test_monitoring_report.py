@@ -16,7 +16,9 @@ from monitoring.job_view import JobView
 from monitoring.report import recovery_picture, render_report
 from monitoring.report_charts import Story, loss_chart
 from monitoring.report_layers import colours_of
-from tests.unit.monitoring_traces import FALLEN, healthy_trace, recovered_view
+from monitoring.report_lead import lead
+from monitoring.summary import summarize
+from tests.unit.monitoring_traces import FALLEN, eventful_view, healthy_trace, recovered_view
 
 VIEW = recovered_view()
 EVIL = "\"><script>alert('x')</script><img src=x onerror=alert(1)>"
@@ -155,6 +157,60 @@ class TestThePage:
         source = render_report(dataclasses.replace(VIEW, steps=steps))
         assert time.perf_counter() - start < 5.0
         assert len(source) < 1_000_000
+
+
+def answered(kind, state, **changes):
+    """A job whose rank died at step 11 of 40, and what was answered."""
+    death = {
+        "kind": "rank_died", "detector": "supervisor", "attempt": 1, "timeline": 0, "step": 11,
+        "onset_step": 11, "time": 1_800_000_002.5, "message": "Rank 2 died.", "evidence": {},
+        "suspects": [], "ranks": [2],
+    }  # fmt: skip
+    action = {
+        "kind": kind, "attempt": 1, "timeline": 0, "step": 11, "time": 1_800_000_002.6,
+        "reason": "No restart is left.", "incidents": [death], "to_step": None,
+    }  # fmt: skip
+    spec = {"training": {"steps": 40}}
+    view = JobView("a-000000", state, spec, healthy_trace(12), [death], [action])
+    return dataclasses.replace(view, **changes)
+
+
+class TestTheLead:
+    """What the page says first, and what nobody must read into it."""
+
+    def told(self, view):
+        return lead(view, summarize(view))
+
+    def test_a_trouble_that_a_person_was_called_for_is_not_handled(self):
+        text = self.told(answered("pause", "paused", extra={"reason": "Restarts are used up."}))
+        assert "1 trouble not handled: paused for a person." in text
+        assert text.endswith("It is paused: Restarts are used up.")
+        assert "without a person" not in text
+
+    def test_what_a_person_resumed_says_so_and_what_it_cost(self):
+        again = [dataclasses.replace(r, attempt=2, time=r.time + 60) for r in healthy_trace(40)]
+        view = answered("pause", "succeeded", steps=[*healthy_trace(12), *again])
+        text = self.told(view)
+        assert "1 trouble not handled: paused for a person, and resumed. 12 steps redone." in text
+
+    def test_a_job_that_gave_up_says_that_it_failed(self):
+        text = self.told(answered("fail", "failed"))
+        assert "1 trouble not handled: the job gave up." in text and "It failed." in text
+
+    def test_a_job_without_a_trouble_that_failed_says_why(self):
+        view = JobView("a-000000", "failed", {}, healthy_trace(3), extra={"reason": "No data."})
+        assert self.told(view).endswith("without an incident. It failed: No data.")
+
+    def test_what_was_handled_still_says_so(self):
+        text = self.told(VIEW)
+        assert "2 troubles handled without a person: 13 steps redone" in text
+        assert self.told(answered("restart", "running")).count("handled without a person") == 1
+
+    def test_the_share_of_useful_time_is_the_same_everywhere_on_the_page(self):
+        text = " ".join(Page(render_report(eventful_view())).text)
+        (tile,) = re.findall(r"([\d.]+) % useful time", text)
+        (section,) = re.findall(r"([\d.]+) % of [^.]* made steps that were kept", text)
+        assert tile == section
 
 
 class TestCharts:
