@@ -16,16 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.cluster_profile import CLOUDS, KUBERNETES, ClusterProfile, Target
+from deploy.container import CLOUD_MODULES
 from deploy.rendered import Rendered, write
 from deploy.systemd import HEAD_UNIT, TOKEN, node_unit
 from orchestrator.cli.show import USAGE, CommandError
 
-SDKS: dict[Target, tuple[str, ...]] = {
-    "aws": ("boto3",),
-    "gcp": ("googleapiclient",),
-    "azure": ("azure.identity", "azure.mgmt.compute"),
-}
-"""Modules that Ray's launcher imports for a cloud."""
 KUBECTL_S = 120.0
 LAUNCHER_S = 3600.0
 SBATCH_S = 60.0
@@ -52,11 +47,11 @@ def applying(
         command = ("kubectl", "apply", "--server-side", "--request-timeout=60s", "-f", name)
         said = f"apply {name} to namespace {profile.kubernetes.namespace} of `kubectl`'s cluster"
         return Step(command, KUBECTL_S, said)
-    if target in SDKS:
-        missing = [module for module in SDKS[target] if not _importable(module)]
+    if target in CLOUD_MODULES:
+        missing = [module for module in CLOUD_MODULES[target] if not _importable(module)]
         if missing:
             told = f"`ray up` wants the Python packages of {target}: {', '.join(missing)}"
-            remedy = "pip install boto3 | google-api-python-client | azure-identity azure-mgmt-…"
+            remedy = f"pip install -c constraints.txt '.[{target}]' in a checkout"
             raise CommandError(told, f"{remedy}, or run `ray up {name}` where they are")
     if target in CLOUDS or target == "on-prem":
         ray = str(Path(sys.executable).with_name("ray"))

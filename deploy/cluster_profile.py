@@ -14,11 +14,27 @@ Kubernetes secrets and files of mode 0600, never a value.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.profile_values import (
+    AbsolutePath,
+    Currency,
+    HostName,
+    ImageName,
+    LabelKey,
+    LabelValue,
+    Namespace,
+    Quantity,
+    RayLabel,
+    RedisAddress,
+    ResourceName,
+    SecretName,
+    SlurmTime,
+    VolumePath,
+    Word,
+)
 from orchestrator.spec.job import NAME_PATTERN
 
 Target = Literal[
@@ -33,65 +49,6 @@ Device = Literal[
     "cpu", "a100", "l40s", "h100", "h200", "gh200", "b200", "gb200", "b300", "other-gpu"
 ]
 
-_QUANTITY = re.compile(r"[1-9]\d{0,6}(Mi|Gi|Ti)")
-_MIB = {"Mi": 1, "Gi": 1024, "Ti": 1024 * 1024}
-_SECRET_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_PLAIN = re.compile(r"[A-Za-z0-9_./:@=+,~-]+")
-
-
-def _quantity(text: str) -> str:
-    if not _QUANTITY.fullmatch(text):
-        raise ValueError("is no amount of memory, which is as 512Mi, 64Gi or 2Ti")
-    return text
-
-
-def _secret_name(text: str) -> str:
-    if not _SECRET_NAME.fullmatch(text):
-        raise ValueError(
-            "is no name of a Kubernetes secret (lower-case letters, digits, dashes): "
-            "name the secret here, and put the value into it"
-        )
-    return text
-
-
-def _plain(text: str) -> str:
-    # What is rendered from it are shell scripts and units: a quote or blank would end a word.
-    if not _PLAIN.fullmatch(text):
-        raise ValueError("may have letters, digits and _./:@=+,~- only")
-    return text
-
-
-def _absolute(text: str) -> str:
-    if not _plain(text).startswith("/"):
-        raise ValueError("must be an absolute path, the same on every node")
-    return text
-
-
-def _host(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.:-]*[A-Za-z0-9])?", text):
-        raise ValueError("is no address or host name")
-    return text
-
-
-def _image(text: str) -> str:
-    name, _, tag = _plain(text).rpartition("/")[2].partition(":")
-    if "@sha256:" not in text and (not name or not tag or tag == "latest"):
-        raise ValueError("needs a tag of its own or a digest: every node must run the same image")
-    return text
-
-
-Quantity = Annotated[str, AfterValidator(_quantity)]
-SecretName = Annotated[str, AfterValidator(_secret_name)]
-Word = Annotated[str, AfterValidator(_plain)]
-AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-HostName = Annotated[str, AfterValidator(_host)]
-ImageName = Annotated[str, AfterValidator(_image)]
-
-
-def mebibytes(quantity: str) -> int:
-    """``64Gi`` → 65536."""
-    return int(quantity[:-2]) * _MIB[quantity[-2:]]
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,9 +57,11 @@ class _Section(BaseModel):
 class Toleration(_Section):
     """Of a Kubernetes taint."""
 
-    key: Word
-    operator: Literal["Exists", "Equal"] = "Exists"
-    value: Word | None = None
+    key: LabelKey | None = None
+    """Unset: of all taints, with operator Exists."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """Unset: Equal where there is a value, else Exists."""
+    value: LabelValue | None = None
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
@@ -127,7 +86,7 @@ class HeadConfig(_Section):
     """Of the host, for on-prem and systemd."""
     instance: Word | None = None
     """Type of the machine at a cloud."""
-    node_selector: dict[Word, Word] = {}
+    node_selector: dict[LabelKey, LabelValue] = {}
     tolerations: tuple[Toleration, ...] = ()
 
 
@@ -154,11 +113,11 @@ class NodeGroup(_Section):
     """Addresses, for on-prem and systemd."""
     partition: Word | None = None
     """Of Slurm."""
-    gpu_resource: Word = "nvidia.com/gpu"
+    gpu_resource: ResourceName = "nvidia.com/gpu"
     """What Kubernetes calls a GPU there."""
-    labels: dict[Word, Word] = {}
+    labels: dict[RayLabel, LabelValue] = {}
     """Ray labels of its nodes, besides ``ray.io/node-group``, which is its name."""
-    node_selector: dict[Word, Word] = {}
+    node_selector: dict[LabelKey, LabelValue] = {}
     tolerations: tuple[Toleration, ...] = ()
 
     @property
@@ -180,9 +139,10 @@ class NetworkConfig(_Section):
 
     interface: Word | None = None
     """For gloo and NCCL's sockets, as eth0; unset: theirs to choose."""
-    rdma: Literal["none", "infiniband", "roce", "efa"] = "none"
-    rdma_resource: Word | None = None
-    """What Kubernetes calls one adapter, as rdma/hca_shared_devices_a."""
+    rdma: Literal["auto", "none", "infiniband", "roce", "efa"] = "auto"
+    """auto: NCCL takes what it finds; none: it is told to take none (NCCL_IB_DISABLE)."""
+    rdma_resource: ResourceName | None = None
+    """What Kubernetes calls one adapter, as rdma/hca_shared_devices_a or vpc.amazonaws.com/efa."""
     rdma_count: int = Field(1, ge=1, le=64)
     """Adapters a node."""
 
@@ -190,7 +150,7 @@ class NetworkConfig(_Section):
 class VolumeConfig(_Section):
     """A folder, and in Kubernetes the volume that it is on."""
 
-    path: AbsolutePath
+    path: VolumePath
     claim: SecretName | None = None
     """A claim that is there already; unset: one is made."""
     storage_class: Word | None = None
@@ -200,15 +160,17 @@ class VolumeConfig(_Section):
 class HomeVolume(VolumeConfig):
     """Of the controller: its store, its token, its settings."""
 
-    path: AbsolutePath = "/octavo/home"
+    path: VolumePath = "/octavo/home"
     size: Quantity = "20Gi"
 
 
 class JobsVolume(VolumeConfig):
     """Of jobs' directories: every node sees it under the same path."""
 
-    path: AbsolutePath = "/octavo/jobs"
+    path: VolumePath = "/octavo/jobs"
     size: Quantity = "1Ti"
+    nfs: Word | None = None
+    """HOST:/EXPORT that each machine of a cloud mounts there, as EFS, Filestore or Azure Files."""
 
 
 class StorageConfig(_Section):
@@ -231,7 +193,7 @@ class SecurityConfig(_Section):
     """PEM files (the key 0600) on the head, elsewhere than on Kubernetes."""
     plain_http: bool = False
     """The API may listen beyond the loopback without TLS: the network is yours alone."""
-    allow_namespaces: tuple[SecretName, ...] = ()
+    allow_namespaces: tuple[Namespace, ...] = ()
     """Kubernetes namespaces that may reach the API."""
     ray_token_secret: SecretName | None = None
     """Kubernetes secret with Ray's token (key auth_token); unset: KubeRay makes one."""
@@ -244,7 +206,7 @@ class SecurityConfig(_Section):
 class RedisConfig(_Section):
     """A Redis for Ray's tables: jobs outlive the loss of Ray's head with it."""
 
-    address: Word
+    address: RedisAddress
     """HOST:PORT, or rediss://HOST:PORT for TLS."""
     password_secret: SecretName | None = None
     """Kubernetes secret with its password (key password)."""
@@ -255,8 +217,8 @@ class RedisConfig(_Section):
 class KubernetesConfig(_Section):
     """Of the Kubernetes cluster."""
 
-    namespace: SecretName = "octavo"
-    operator_namespace: SecretName = "kuberay-operator"
+    namespace: Namespace = "octavo"
+    operator_namespace: Namespace = "kuberay-operator"
     priority_class: SecretName | None = None
     user_id: int = Field(1000, ge=1)
     """Of all processes in containers, and the group of their volumes."""
@@ -267,7 +229,7 @@ class SlurmConfig(_Section):
 
     partition: Word | None = None
     account: Word | None = None
-    time: str = Field("1-00:00:00", pattern=r"^(\d+-)?\d{1,3}(:\d\d){0,2}$")
+    time: SlurmTime = "1-00:00:00"
     notice_s: int = Field(300, ge=60, le=3600)
     """Seconds before the time is up at which jobs are paused after a checkpoint."""
 
@@ -281,8 +243,15 @@ class CloudConfig(_Section):
     """At gcp."""
     resource_group: Word | None = None
     """At azure."""
+    subscription: Word | None = None
+    """At azure, its id: without, Ray wants the packages of Azure's own command line too."""
     image: Word | None = None
-    """Machine image with driver and container runtime; unset: Ray's choice."""
+    """Machine image with driver, Docker and NVIDIA's container runtime, for all machines: an AMI,
+    projects/P/global/images/family/F, or PUBLISHER:OFFER:SKU:VERSION."""
+    disk: Quantity = "300Gi"
+    """Of each machine, for system and container image."""
+    root_device: Word = "/dev/sda1"
+    """At aws, what the machine image calls it: Amazon Linux has /dev/xvda."""
     ssh_user: Word = "ubuntu"
     prepare: tuple[str, ...] = ()
     """Commands on each machine before its container starts, as the mount of jobs' folder."""
@@ -302,7 +271,7 @@ class HostsConfig(_Section):
 class PricesConfig(_Section):
     """What a node costs an hour, by group."""
 
-    currency: str = Field("USD", pattern=r"^[A-Z]{3}$")
+    currency: Currency = "USD"
     node_hour: dict[str, Annotated[float, Field(ge=0)]] = {}
 
 

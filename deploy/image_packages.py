@@ -1,7 +1,9 @@
-"""What is installed beside an image's own packages: `python deploy/image_packages.py FOLDER`.
+"""What is installed beside an image's own packages, while the GPU image is built.
 
-Run while the GPU image is built, in a checkout, by the image's Python: it writes ``wanted.txt``,
-what Octavo needs but for torch, and ``pinned.txt``, the versions it is tested with, but for
+    python deploy/image_packages.py FOLDER [EXTRA…]
+
+Run in a checkout by the image's Python: it writes ``wanted.txt``, what Octavo and its extras of
+those names need but for torch, and ``pinned.txt``, the versions that Octavo is tested with, but for
 packages that the image has already: those belong together (torch, NCCL, NumPy) and stay.
 NVIDIA's torch is named as a version before the one it is made of (2.13.0a0), which no requirement
 takes, and is looked at here instead. Promises: needs nothing but the standard library; exit code 1,
@@ -63,7 +65,10 @@ def main() -> None:
         sys.exit(why)
     there = {canonical(found.metadata["Name"]) for found in distributions()}
     constraints = Path("constraints.txt").read_text().splitlines()
-    (folder / "wanted.txt").write_text("\n".join(wanted(project["dependencies"])) + "\n")
+    asked = [*project["dependencies"]]
+    for extra in sys.argv[2:]:
+        asked += project["optional-dependencies"][extra]
+    (folder / "wanted.txt").write_text("\n".join(wanted(asked)) + "\n")
     (folder / "pinned.txt").write_text("\n".join(pinned(constraints, there)) + "\n")
 
 

@@ -53,7 +53,12 @@ OWN_TLS = "/dev/shm/octavo-tls"
 OWN_COMMAND = "ray.io/overwrite-container-cmd"
 """KubeRay's annotation: containers run their own command, KubeRay's is in a variable."""
 GENERATED = "KUBERAY_GEN_RAY_START_CMD"
-CLUSTER_LABEL, ROLE_LABEL = "octavo-cluster", "octavo-role"
+CLUSTER_LABEL, ROLE_LABEL, GROUP_LABEL = "octavo-cluster", "octavo-role", "octavo-group"
+STAYS = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""Annotations: whoever adds and takes nodes leaves these pods' alone; a drain evicts them."""
 GRACE_S = 180
 """Seconds that the head has to pause its jobs, each after a checkpoint."""
 JOB_FILE = "job.yaml"
@@ -113,9 +118,9 @@ def _around(profile: ClusterProfile) -> list[Object]:
     return [
         *(made for made in claims if made is not None),
         _network_policy(profile),
-        _disruption(profile, "head", {"minAvailable": 1}),
-        # A drain takes a node at a time: training goes on without it, from memory.
-        _disruption(profile, "worker", {"maxUnavailable": 1}),
+        # None for the head: of one pod none could go, so that its node could never be drained. It
+        # has the time to pause jobs after a checkpoint, and the next one resumes them.
+        *(_disruption(profile, group) for group in profile.node_groups if group.fewest > 1),
     ]
 
 
@@ -151,7 +156,7 @@ def _cluster(
         # KubeRay reads from these what it has to know of the head.
         "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": dashboard},
         "template": {
-            "metadata": {"labels": _labels(profile, "head")},
+            "metadata": {"labels": _labels(profile, "head"), "annotations": dict(STAYS)},
             "spec": _head(profile, dashboard, job_config, scales=scales),
         },
     }
@@ -247,7 +252,13 @@ def _worker_group(profile: ClusterProfile, group: NodeGroup) -> Object:
         "minReplicas": group.fewest,
         "maxReplicas": group.most,
         "rayStartParams": flags,
-        "template": {"metadata": {"labels": _labels(profile, "worker")}, "spec": pod},
+        "template": {
+            "metadata": {
+                "labels": _labels(profile, "worker") | {GROUP_LABEL: group.name},
+                "annotations": dict(STAYS),
+            },
+            "spec": pod,
+        },
     }
     if not group.scales:
         # Where it scales the number is the autoscaler's to say.
@@ -317,12 +328,18 @@ def _labels(profile: ClusterProfile, role: str = "") -> dict[str, str]:
     return {CLUSTER_LABEL: profile.name} | ({ROLE_LABEL: role} if role else {})
 
 
-def _disruption(profile: ClusterProfile, role: str, may: Object) -> Object:
+def _disruption(profile: ClusterProfile, group: NodeGroup) -> Object:
+    """A drain takes one of the group's fewest nodes at a time: training goes on, from memory.
+
+    Kubernetes' ``maxUnavailable`` and percentages count what the pods' owner wants by its scale
+    subresource, which a RayCluster hasn't: such a budget would let no pod go, ever.
+    """
+    selected = {CLUSTER_LABEL: profile.name, GROUP_LABEL: group.name}
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": metadata(profile, f"{profile.name}-{role}"),
-        "spec": {**may, "selector": {"matchLabels": _labels(profile, role)}},
+        "metadata": metadata(profile, f"{profile.name}-{group.name}"),
+        "spec": {"minAvailable": group.fewest - 1, "selector": {"matchLabels": selected}},
     }
 
 

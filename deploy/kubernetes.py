@@ -42,7 +42,7 @@ def pod_security(profile: ClusterProfile) -> Object:
 def container_security(profile: ClusterProfile, *, rdma: bool = False) -> Object:
     """Of a container; RDMA pins memory, which takes a capability."""
     capabilities: Object = {"drop": ["ALL"]}
-    if rdma and profile.network.rdma != "none":
+    if rdma and profile.network.rdma_resource is not None:
         capabilities["add"] = ["IPC_LOCK"]
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
@@ -81,8 +81,14 @@ def claim_name(profile: ClusterProfile, volume: VolumeConfig, kind: str) -> str:
 
 
 def tolerations(given: tuple[Toleration, ...]) -> list[Object]:
-    """As Kubernetes has them."""
-    return [toleration.model_dump(exclude_none=True) for toleration in given]
+    """As Kubernetes has them, whose own default is Equal, also of what has no value."""
+    return [_toleration(one) for one in given]
+
+
+def _toleration(given: Toleration) -> Object:
+    found: Object = {} if given.key is None else {"key": given.key}
+    found["operator"] = given.operator or ("Exists" if given.value is None else "Equal")
+    return found | given.model_dump(include={"value", "effect"}, exclude_none=True)
 
 
 def healthy(*addresses: str) -> list[str]:

@@ -36,7 +36,9 @@ def environment(profile: ClusterProfile, group: NodeGroup | None = None) -> dict
     if network.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = network.interface
         found["NCCL_SOCKET_IFNAME"] = network.interface
-    if group is not None and group.gpus:
+    # Of every node, since where one environment is all nodes' (a launcher's commands, a batch
+    # script) none knows its group yet; nodes without GPUs have nothing that reads it.
+    if any(each.gpus for each in profile.node_groups):
         if network.rdma == "none":
             found["NCCL_IB_DISABLE"] = "1"
         elif network.rdma == "efa":

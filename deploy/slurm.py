@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import shlex
 
-from deploy.cluster_profile import ClusterProfile, NodeGroup, mebibytes
+from deploy.cluster_profile import ClusterProfile, NodeGroup
+from deploy.profile_values import mebibytes
 from deploy.ray_options import GCS_PORT, LOOPBACK, api_options, environment, node_options
 
 START_S = 300

@@ -5,6 +5,7 @@ python -m tests.unit.deploy_profiles        renders them anew; look at the diffe
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from deploy.cluster_profile import TARGETS, ClusterProfile, Target
@@ -34,12 +35,12 @@ name: cloud
 image: {gpu: "registry.example.com/octavo:1"}
 head: {cpus: 8, memory: 32Gi, instance: HEAD}
 node_groups:
-  - {name: h100, device: h100, gpus: 8, cpus: 192, memory: 2Ti, instance: GPU, min: 0, max: 4,
-     spot: true, labels: {tier: spot}}
+  - {name: h100, device: h100, gpus: 8, cpus: 192, memory: 2Ti, shared_memory: 512Gi, instance: GPU,
+     min: 0, max: 4, spot: true, labels: {tier: spot}}
   - {name: cpu, cpus: 16, memory: 64Gi, instance: CPU, count: 2}
+storage: {jobs: {nfs: "10.0.0.9:/jobs"}}
 cloud:
-  {region: REGION, zone: ZONE, project: my-project, resource_group: octavo,
-   prepare: ["sudo mkdir -p /octavo/home /octavo/jobs"]}
+  {region: REGION, zone: ZONE, image: IMAGE, prepare: [sudo touch /prepared]}
 """
 
 OWN_HOSTS = """\
@@ -73,12 +74,43 @@ node_groups:
   - {name: cpu, cpus: 64, memory: 256Gi, count: 2, partition: cpu}
 """
 
+
+def cloud(**words: str) -> str:
+    """``CLOUD`` with one cloud's names of things."""
+    text = CLOUD
+    for word, name in words.items():
+        text = re.sub(rf"\b{word}\b", name, text)
+    return text
+
+
+CLOUD_TARGETS: tuple[Target, ...] = ("aws", "gcp", "azure")
 PROFILES: dict[Target, str] = {
     "kuberay": KUBERNETES,
     "rayjob": KUBERNETES,
-    "aws": CLOUD.replace("HEAD", "m7i.2xlarge").replace("GPU", "p5.48xlarge"),
-    "gcp": CLOUD.replace("HEAD", "n2-standard-8").replace("GPU", "a3-highgpu-8g"),
-    "azure": CLOUD.replace("HEAD", "Standard_D8s_v5").replace("GPU", "Standard_ND96isr_H100_v5"),
+    "aws": cloud(
+        HEAD="m7i.2xlarge",
+        GPU="p5.48xlarge",
+        CPU="m7i.4xlarge",
+        REGION="us-east-1",
+        ZONE="us-east-1a",
+        IMAGE="ami-0123456789abcdef0",
+    ),
+    "gcp": cloud(
+        HEAD="n2-standard-8",
+        GPU="a3-highgpu-8g",
+        CPU="n2-standard-16",
+        REGION="us-central1",
+        ZONE="us-central1-a, project: my-project",
+        IMAGE="projects/deeplearning-platform-release/global/images/family/common-cu124",
+    ),
+    "azure": cloud(
+        HEAD="Standard_D8s_v5",
+        GPU="Standard_ND96isr_H100_v5",
+        CPU="Standard_D16s_v5",
+        REGION="eastus",
+        ZONE='"1", resource_group: octavo, subscription: 01234567-89ab',
+        IMAGE="microsoft-dsvm:ubuntu-hpc:2204:latest",
+    ),
     "on-prem": OWN_HOSTS,
     "slurm": SLURM,
     "systemd": WITH_REDIS,

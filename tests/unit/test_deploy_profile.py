@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from deploy.cluster_profile import Target
 from deploy.profile_file import parse_profile
+from deploy.profile_values import slurm_seconds
 from orchestrator.spec.errors import SpecError
-from tests.unit.deploy_profiles import CLOUD, KUBERNETES, OWN_HOSTS, PROFILES, SLURM, WITH_REDIS
+from tests.unit.deploy_profiles import KUBERNETES, OWN_HOSTS, PROFILES, WITH_REDIS
 
 GROUP = "{name: a, device: h100, gpus: 8, cpus: 96, memory: 1Ti, count: 2}"
 
@@ -87,8 +90,7 @@ def test_a_price_of_no_group_is_a_typo() -> None:
 
 @pytest.mark.parametrize("target", ["kuberay", "slurm", "on-prem", "aws"])
 def test_beyond_the_loopback_there_is_tls_or_a_word(target: Target) -> None:
-    text = {"kuberay": KUBERNETES, "slurm": SLURM, "on-prem": OWN_HOSTS, "aws": CLOUD}[target]
-    lines = [line for line in text.splitlines() if not line.startswith("security:")]
+    lines = [line for line in PROFILES[target].splitlines() if not line.startswith("security:")]
     opened = "\n".join([*lines, "security: {listen: 0.0.0.0}"])
     told = "is beyond the loopback without TLS"
     assert any(told in problem for problem in problems(opened, target))
@@ -104,9 +106,77 @@ def test_a_secret_that_is_written_where_its_name_belongs_is_not_repeated() -> No
 
 @pytest.mark.parametrize("value", ["%h", "x; rm -rf /", "$(id)", "a b", "a'b", "a\\nb"])
 def test_nothing_that_a_shell_would_read_otherwise_gets_into_a_profile(value: str) -> None:
-    for key in ("interface", "rdma_resource"):
+    for key, told in (("interface", "may have letters"), ("rdma_resource", "is no key")):
         text = f'name: lab\nnode_groups: [{GROUP}]\nnetwork: {{{key}: "{value}"}}\n'
-        assert any("may have letters" in p for p in problems(text, "slurm"))
+        assert any(told in p for p in problems(text, "slurm"))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "rediss://user:hunter2@10.0.0.9:6379",
+        "redis://:hunter2@10.0.0.9:6379",
+        "user:hunter2@10.0.0.9:6379",
+        "10.0.0.9:6379?password=hunter2",
+    ],
+)
+@pytest.mark.parametrize("beside", ["", "netwrk: {}\n"])
+def test_a_password_in_the_address_of_the_redis_is_refused_and_not_repeated(
+    address: str, beside: str
+) -> None:
+    targets: tuple[Target, ...] = ("systemd", "kuberay")
+    for target in targets:
+        written = re.sub(r'address: "[^"]+"', f'address: "{address}"', PROFILES[target])
+        told = "\n".join(problems(beside + written, target))
+        assert "redis.address: ***: " in told
+        assert "hunter2" not in told
+
+
+@pytest.mark.parametrize(
+    ("line", "secret"),
+    [
+        ("sudo mount -t cifs //a.example.com/s /octavo/jobs -o user=a,password=hunter2", True),
+        ("curl https://me:hunter2@example.com/setup.sh", True),
+        ("export HF_TOKEN=hunter2", True),
+        ("sudo mount -t cifs //a.example.com/s /octavo/jobs -o credentials=/etc/cifs", False),
+        ("export HF_TOKEN=$(cat /etc/token)", False),
+        ("docker login --password-stdin < /etc/password", False),
+    ],
+)
+def test_a_secret_in_a_command_is_refused_and_a_file_that_has_it_is_not(
+    line: str, secret: bool
+) -> None:
+    text = PROFILES["aws"].replace("sudo touch /prepared", f"'{line}'")
+    if not secret:
+        parse_profile(text, "cluster.yaml", "aws")
+        return
+    told = "\n".join(problems(text, "aws"))
+    assert "cloud.prepare[0]: ***: has a secret in it" in told
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("prices: {currency: usd}", "is no currency, which is three capitals as USD"),
+        ("slurm: {time: forever}", "is no time of Slurm, which is as 90 (minutes)"),
+        ('slurm: {time: "4:00"}', "is no longer than notice_s, 300 s"),
+    ],
+)
+def test_a_value_that_is_wrong_comes_with_what_such_a_value_looks_like(
+    section: str, told: str
+) -> None:
+    found = "\n".join(problems(f"name: lab\nnode_groups: [{GROUP}]\n{section}\n", "slurm"))
+    assert told in found
+    assert "lower-case" not in found
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("5:30", 330), ("12:00:00", 43200), ("2-12", 216000), ("1-00:00:01", 86401)],
+)
+def test_slurms_ways_to_write_a_time_are_read(time: str, seconds: int) -> None:
+    assert slurm_seconds(time) == seconds
 
 
 def test_an_image_without_a_tag_of_its_own_is_refused() -> None:

@@ -12,7 +12,7 @@ import yaml
 from deploy.cluster_profile import TARGETS, Target
 from deploy.rendered import Rendered, differences, write
 from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
-from tests.unit.deploy_profiles import CLOUD, GOLDEN, OPEN, WITH_REDIS, rendered
+from tests.unit.deploy_profiles import GOLDEN, OPEN, WITH_REDIS, rendered
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -125,8 +125,7 @@ def test_the_settings_that_decide_when_a_node_is_dead_are_those_of_a_cluster_by_
 
 
 def test_ranks_run_on_the_clouds_groups_alone() -> None:
-    text = CLOUD.replace("HEAD", "m7i.2xlarge").replace("GPU", "p5.48xlarge")
-    (file,) = rendered("aws", text)
+    (file,) = rendered("aws")
     found = yaml.safe_load(file.text)
     types = found["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}

@@ -137,7 +137,7 @@ def scripts() -> list[tuple[str, str]]:
     found = [("slurm", rendered("slurm")[0].text), ("two", rendered("slurm", TWO_GROUPS)[0].text)]
     for target in ("aws", "gcp", "azure", "on-prem"):
         (document,) = documents(target)
-        for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        for key in (key for key in document if key.endswith("_commands")):
             for i, command in enumerate(document[key]):
                 found.append((f"{target}-{key}-{i}", f"#!/bin/bash\n{command}\n"))
     for text in (None, OPEN):
