@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -26,7 +27,28 @@ import torch.distributed as dist
 from launch.data import TokenStream, batch_of
 from launch.engine import engine_of
 from launch.schedule import lr_at
-from orchestrator.spec.job import load_spec
+from orchestrator.spec.job import JobSpec, load_spec
+from parallel.engine import Engine, StepResult
+
+
+def training_steps(
+    job: JobSpec, engine: Engine, first: int = 0, last: int | None = None
+) -> Iterator[tuple[int, StepResult]]:
+    """Train steps ``first`` up to, not including, ``last``; number and result of each."""
+    training = job.training
+    stream = TokenStream(job.data, training.seq_len)
+    assert job.parallelism.data is not None
+    assert training.train_micro_batch_size_per_gpu is not None
+    assert training.gradient_accumulation_steps is not None
+    for step in range(first, training.steps if last is None else last):
+        batches = stream.micro_batches(
+            batch_of(step, frozenset()),
+            engine.coordinate.data,
+            job.parallelism.data,
+            training.train_micro_batch_size_per_gpu,
+            training.gradient_accumulation_steps,
+        )
+        yield step, engine.train_step(batches, lr_at(step, training, 1.0))
 
 
 def main() -> None:
@@ -39,19 +61,9 @@ def main() -> None:
     dist.init_process_group("gloo")
 
     job = load_spec(arguments.spec)
-    training = job.training
     engine = engine_of(job)
-    stream = TokenStream(job.data, training.seq_len)
     rows = []
-    for step in range(arguments.steps or training.steps):
-        batches = stream.micro_batches(
-            batch_of(step, frozenset()),
-            engine.coordinate.data,
-            job.parallelism.data,
-            training.train_micro_batch_size_per_gpu,
-            training.gradient_accumulation_steps,
-        )
-        result = engine.train_step(batches, lr_at(step, training, 1.0))
+    for _, result in training_steps(job, engine, last=arguments.steps):
         # The loss is read every step, as a training script prints it.
         rows.append((time.time(), float(result.loss), result.grad_norm))
     if dist.get_rank() == 0:

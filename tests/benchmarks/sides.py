@@ -1,15 +1,20 @@
-"""The two sides of a comparison: a job under Octavo, and the plain script under torchrun."""
+"""The sides of a comparison: a job under Octavo, and the same training by a plain script under
+torchrun, DeepSpeed's launcher and Ray Train.
+
+Promises: a run is bounded, and one that fails or hangs raises SideError; nothing that a side
+started is left.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,10 +23,22 @@ from pathlib import Path
 from orchestrator.api.client import Client
 from orchestrator.home.folder import Home
 from orchestrator.spec.job import JobSpec, spec_data, spec_yaml
+from tests.benchmarks.peers.environments import Environment
+from tests.benchmarks.peers.processes import (
+    ROOT,
+    SideError,
+    end_all,
+    environment,
+    new_mark,
+    run_to_end,
+)
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).parents[2]
 POLL_S = 2.0
+LIMIT_S = 1800.0
+"""Of one training."""
+COMMAND_S = 180.0
+"""Of `octavo up`, `octavo down`, `ray start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +61,22 @@ def cluster(home: Path, slots: int, standby: int = 0) -> Iterator[Client]:
     """`octavo up` with a home of its own, and `octavo down`."""
     options = ["--home", str(home)]
     up = [str(BIN / "octavo"), "up", "--slots", str(slots), "--standby", str(standby), *options]
-    subprocess.run(up, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(up, check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_S)
     try:
         yield Client.of_home(Home(home))
     finally:
         down = [str(BIN / "octavo"), "down", *options]
-        subprocess.run(down, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(down, check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_S)
 
 
 def under_octavo(client: Client, spec: JobSpec) -> Run:
-    """Submit, wait for the end, and read the steps back."""
+    """Submit, wait for the end, and read the steps back. Raises SideError."""
     began = time.time()
     job = str(client.submit(spec_data(spec), "benchmark")["id"])
     # Nobody follows the job while it is measured: reading back costs the controller.
     while not client.job(job)["settled"]:
+        if time.time() - began > LIMIT_S:
+            raise SideError(f"{job} was not over after {LIMIT_S:.0f} s", hung=True)
         time.sleep(POLL_S)
     times, losses, after = [], [], 0
     while (page := client.steps(job, after, tensors=False))["steps"]:
@@ -66,25 +85,90 @@ def under_octavo(client: Client, spec: JobSpec) -> Run:
         after = page["next"]
     state = client.job(job)["state"]
     if state != "succeeded":
-        raise RuntimeError(f"{job} ended as {state}")
+        raise SideError(f"{job} ended as {state}")
     return replace(_run(began, times, losses), job=job)
 
 
 def under_torchrun(spec: JobSpec, folder: Path) -> Run:
-    """The same under torchrun, from its command to its end."""
-    file, out = folder / "plain.yaml", folder / "plain.json"
-    file.write_text(spec_yaml(spec))
-    assert spec.slots_per_node is not None
-    command = [
-        *(str(BIN / "torchrun"), "--nproc-per-node", str(spec.slots_per_node)),
-        *("--master-port", str(_free_port())),
-        *(str(ROOT / "tests/benchmarks/plain_deepspeed.py"), str(file), "--out", str(out)),
-    ]
+    """The same under torchrun, from its command to its end. Raises SideError."""
+    launcher = [str(BIN / "torchrun"), "--nproc-per-node", str(spec.slots_per_node)]
+    return _plain([*launcher, "--master-port", str(free_port())], spec, folder)
+
+
+def under_deepspeed(spec: JobSpec, folder: Path) -> Run:
+    """The same under DeepSpeed's launcher, as its "Getting Started" has it for one node. Raises
+    SideError."""
+    launcher = [str(BIN / "deepspeed"), "--num_gpus", str(spec.slots_per_node)]
+    launcher += ["--master_port", str(free_port()), "--no_local_rank"]
+    return _plain(launcher, spec, folder, {"DS_ACCELERATOR": "cpu"})
+
+
+def under_ray_train(spec: JobSpec, folder: Path, peer: Environment, address: str = "local") -> Run:
+    """The same loop as a TorchTrainer's training function, from ``fit()``. Raises SideError.
+
+    ``address``: of a Ray that runs already, or ``local`` for one of its own.
+    """
+    file, out = _files(spec, folder)
+    driver = str(ROOT / "tests/benchmarks/peers/ray_train_driver.py")
+    command = [peer.command("python"), driver, str(file), "--workers", str(spec.slots_per_node)]
+    command += ["--storage", str(folder / "storage"), "--every", "0", "--out", str(out)]
+    run_to_end([*command, "--address", address], folder / "log.txt", LIMIT_S, RAY_TRAIN)
+    told = json.loads(out.read_text())
+    return _run(told["began"], [row[0] for row in told["rows"]], [row[1] for row in told["rows"]])
+
+
+RAY_TRAIN = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # Two seconds is the default; a worker's failure is seen at a poll.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "DS_ACCELERATOR": "cpu",
+}
+"""Environment of Ray Train's driver."""
+
+
+@contextlib.contextmanager
+def ray_of(peer: Environment, folder: Path, slots: int) -> Iterator[str]:
+    """A Ray of the peer's own for drivers to join, as a cluster would be there; its address."""
+    mark = new_mark()
+    port = free_port()
+    command = [peer.command("ray"), "start", "--head", "--port", str(port), "--num-cpus"]
+    command += [str(slots + 1), "--include-dashboard", "false", "--disable-usage-stats"]
+    # A socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:
+        command += ["--temp-dir", temporary]
+        try:
+            with (folder / "ray.txt").open("ab") as log:
+                subprocess.run(
+                    command,
+                    check=True,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(mark, RAY_TRAIN),
+                    timeout=COMMAND_S,
+                )
+            yield f"127.0.0.1:{port}"
+        finally:
+            end_all(mark)
+
+
+def _plain(
+    launcher: list[str], spec: JobSpec, folder: Path, env: dict[str, str] | None = None
+) -> Run:
+    file, out = _files(spec, folder)
+    script = str(ROOT / "tests/benchmarks/plain_deepspeed.py")
     began = time.time()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, capture_output=True, env=environment)
+    run_to_end([*launcher, script, str(file), "--out", str(out)], folder / "log.txt", LIMIT_S, env)
     rows = json.loads(out.read_text())
     return _run(began, [row[0] for row in rows], [row[1] for row in rows])
+
+
+def _files(spec: JobSpec, folder: Path) -> tuple[Path, Path]:
+    """The job for a plain script, and where it is to write its steps."""
+    file, out = folder / "plain.yaml", folder / "plain.json"
+    file.write_text(spec_yaml(spec))
+    # What an earlier run wrote is none of the next one's.
+    out.unlink(missing_ok=True)
+    return file, out
 
 
 def _run(began: float, times: list[float], losses: list[float]) -> Run:
@@ -95,7 +179,8 @@ def _run(began: float, times: list[float], losses: list[float]) -> Run:
     return Run(times[0] - began, step_s, tuple(losses), tuple(gaps))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,0 +1,179 @@
+"""A rank's SIGKILL in mid-training: Octavo against what a user could take instead.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.bench_rank_killed [--rounds 10] [--steps 240]
+        [--sides octavo torchrun torchrun_fresh ray_train torchft] [--seed 0]
+        [--folder runs/peers] [--kept FILE] [--out DIR]
+
+Every side trains the demo's model on two data-parallel ranks of this machine (the layout that
+torchft can have too), once undisturbed and then ``rounds`` times with one rank killed: which one,
+after which step and how far into the next is drawn from the seed, the same for all sides of a
+round. Sides take turns, another one first each round. Each keeps its state every 10 steps.
+
+Per side: seconds from the fault to the end of the next new step; to that of the first one with all
+ranks, where survivors go on alone; steps done again; steps whose loss differs from the side's own
+undisturbed run, and by how much the mean of the last 10 does. Runs that failed or hung (no new
+step for two minutes) are counted beside these. ``--kept``: runs are kept in that file, and those in
+it are not done again.
+The deepspeed launcher isn't among them: it ends the other ranks and exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.demo_runs import Rows
+from tests.benchmarks.peers.environments import FOLDER
+from tests.benchmarks.peers.jobs import LAYOUT, planned_fault, recorded_job
+from tests.benchmarks.peers.judging import final_difference, losses
+from tests.benchmarks.peers.runs import SideRun, run_side
+from tests.benchmarks.peers.sides import SIDES, Side, available
+from tests.benchmarks.results import (
+    OCTAVO,
+    Result,
+    add_arguments,
+    at_least,
+    at_most,
+    measured,
+    report,
+)
+
+DEFAULT = ("octavo", "torchrun", "torchrun_fresh", "ray_train", "torchft")
+WORLD = 2
+LAUNCHER = "deepspeed launcher"
+NO_RECOVERY = "recovers from nothing: it ends the other ranks and exits"
+AIMS = {"torchrun": 5.0, "torchrun_fresh": 5.0, "ray_train": 5.0, "torchft": 1.0}
+"""How many times as long their outage is to be."""
+
+
+def main() -> None:
+    """Run what isn't kept, print a line a run, then the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sides", nargs="+", choices=sorted(SIDES), default=list(DEFAULT))
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the peers' environments")
+    parser.add_argument("--kept", type=Path, default=None, help="file of runs to go on with")
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    sides, missing = available(arguments.sides, arguments.folder.resolve())
+    kept = Rows(arguments.kept)
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in (None, *range(arguments.rounds)):
+            for side in _rotated(sides, turn or 0):
+                key = _key(side.name, arguments.steps, arguments.seed, turn)
+                if key not in kept:
+                    run = _run(side, turn, arguments.steps, arguments.seed, Path(folder))
+                    kept.add(key, _kept(run))
+                print(_line(side.name, turn, kept[key]), flush=True)
+    found = {
+        side.name: [
+            kept[_key(side.name, arguments.steps, arguments.seed, turn)]
+            for turn in (None, *range(arguments.rounds))
+        ]
+        for side in sides
+    }
+    rows = [row for side in sides for row in _rows(side, found[side.name])]
+    left_out = {each.name: each.reason for each in missing} | {LAUNCHER: NO_RECOVERY}
+    seconds = time.monotonic() - began
+    report(
+        "bench_rank_killed", rows + _ratios(rows), arguments.out, seconds=seconds, left_out=left_out
+    )
+
+
+def _run(side: Side, turn: int | None, steps: int, seed: int, folder: Path) -> SideRun:
+    planned = None if turn is None else planned_fault(seed, turn, steps=steps, world=WORLD)
+    return run_side(side, recorded_job(steps), folder / f"{side.name}-{turn}", planned)
+
+
+def _rotated(sides: Sequence[Side], turn: int) -> list[Side]:
+    """Whoever is first has the machine as the round before left it."""
+    first = turn % len(sides) if sides else 0
+    return [*sides[first:], *sides[:first]]
+
+
+def _key(side: str, steps: int, seed: int, turn: int | None) -> str:
+    return f"{side}, {steps} steps, seed {seed}, {'undisturbed' if turn is None else turn}"
+
+
+def _kept(run: SideRun) -> dict[str, Any]:
+    return {
+        **asdict(run.verdict),
+        "note": run.note,
+        # Of JSON's keys none is a number.
+        "losses": list(losses(run.ends).items()),
+    }
+
+
+def _line(side: str, turn: int | None, told: dict[str, Any]) -> str:
+    when = "undisturbed" if turn is None else f"round {turn}"
+    line = f"{side}, {when}: {told['outcome']}"
+    if told["outage_s"] is not None:
+        whole = "never" if told["whole_s"] is None else f"{told['whole_s']:.2f} s"
+        line += (
+            f", next new step after {told['outage_s']:.2f} s, of all ranks after {whole}, "
+            f"{told['redone']} redone, {told['alone']} with fewer ranks"
+        )
+    return line if not told["note"] else f"{line}\n{told['note']}"
+
+
+def _rows(side: Side, told: Sequence[dict[str, Any]]) -> list[Result]:
+    """``told``: the undisturbed run, then those with a fault."""
+    undisturbed = dict(map(tuple, told[0]["losses"]))
+    if told[0]["outcome"] != "undisturbed":
+        undisturbed = {}
+    runs = told[1:]
+    good = [run for run in runs if run["outcome"] == "recovered"]
+    hangs = sum(run["outcome"] == "hang" for run in runs)
+    whole = {"side": side.name, "hangs": hangs, "failures": len(runs) - len(good) - hangs}
+    setting = f"demo model, {LAYOUT}"
+    outages = [run["outage_s"] for run in good if run["outage_s"] is not None]
+    rows = [measured(OUTAGE, setting, outages, "s", note=side.how, **whole)]
+    if any(run["alone"] for run in good):
+        together = [run["whole_s"] for run in good if run["whole_s"] is not None]
+        rows.append(measured("… to the first with all ranks", setting, together, "s", **whole))
+    redone = [run["redone"] for run in good]
+    rows.append(measured("… steps done again", setting, redone, "", **whole))
+    found = [dict(map(tuple, run["losses"])) for run in good]
+    differing = [sum(of.get(step) != loss for step, loss in undisturbed.items()) for of in found]
+    equal = at_most(0) if side.name == OCTAVO else None
+    if undisturbed:
+        rows.append(measured("… steps of another loss", setting, differing, "", aim=equal, **whole))
+    finals = [final_difference(of, undisturbed) for of in found]
+    percents = [100 * value for value in finals if value is not None]
+    rows.append(measured("… final loss, above undisturbed", setting, percents, "%", **whole))
+    return rows
+
+
+OUTAGE = "rank killed, to the next new step"
+
+
+def _ratios(rows: Sequence[Result]) -> list[Result]:
+    """Each peer's outage over Octavo's, of the medians."""
+    medians = {row.side: row for row in rows if row.name == OUTAGE and row.n}
+    own = medians.pop(OCTAVO, None)
+    if own is None:
+        return []
+    return [
+        measured(
+            f"outage of {name} over Octavo's",
+            row.setting,
+            [row.median / own.median],
+            "×",
+            aim=at_least(AIMS[name]) if name in AIMS else None,
+            failures=own.failures,
+            hangs=own.hangs,
+        )
+        for name, row in medians.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""An environment of its own for each peer that needs more than Octavo's.
+
+    python -m tests.benchmarks.peers.environments [--folder runs/peers] [NAME …]
+
+torchrun and the deepspeed launcher come with what Octavo needs anyway, and share its environment.
+The others get ``FOLDER/NAME``: torch first and pinned, as the Makefile has it, then what
+``requirements/NAME.txt`` lists, everything else at the releases of ``constraints.txt``. Promises:
+an environment that is whole is left as it is, one that isn't is made anew; a peer that can't be
+installed or imported is ``Unavailable`` with the reason, no error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.peers.processes import ROOT, SideError, run_to_end
+
+FOLDER = ROOT / "runs/peers"
+LIMIT_S = 1800.0
+"""Of one step of an installation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What there is to install."""
+
+    name: str
+    before: tuple[str, ...]
+    """What must be there before the requirements: what they are built with."""
+    modules: tuple[str, ...]
+    """What can be imported once it is whole."""
+
+
+PEERS = (
+    # DeepSpeed is built from its sdist, which imports torch.
+    Peer("ray_train", ("setuptools", "wheel", "ninja", "numpy"), ("ray.train.torch", "deepspeed")),
+    Peer("torchft", (), ("torchft",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A whole one."""
+
+    name: str
+    bin: Path
+
+    def command(self, program: str) -> str:
+        """Path of a program in it."""
+        return str(self.bin / program)
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why a peer can't be had here."""
+
+    name: str
+    reason: str
+
+
+OURS = Environment("octavo", Path(sys.executable).parent)
+
+
+def environment_of(name: str, folder: Path = FOLDER) -> Environment | Unavailable:
+    """The environment of peer ``name``, installed if it isn't. Raises KeyError for no peer."""
+    peer = {peer.name: peer for peer in PEERS}[name]
+    place = folder / name
+    found = Environment(name, place / "bin")
+    whole = place / "installed"
+    requirements = Path(__file__).parent / "requirements" / f"{name}.txt"
+    wanted = requirements.read_text()
+    if whole.exists() and whole.read_text() == wanted:
+        return found
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    log = folder / f"{name}-install.log"
+    log.write_text("")
+    constraints = ROOT / "constraints.txt"
+    pip = (found.command("python"), "-m", "pip", "--disable-pip-version-check", "install", "-q")
+    pip = (*pip, "-c", str(constraints))
+    steps: list[tuple[str, ...]] = [
+        (sys.executable, "-m", "venv", str(place)),
+        (*pip, "pip"),
+        (*pip, _pinned("torch", constraints)),
+    ]
+    if peer.before:
+        steps.append((*pip, *peer.before))
+    steps.append((*pip, "--no-build-isolation", "-r", str(requirements)))
+    imports = "; ".join(f"import {module}" for module in peer.modules)
+    steps.append((found.command("python"), "-c", imports))
+    for step in steps:
+        try:
+            run_to_end(step, log, LIMIT_S)
+        except SideError as error:
+            return Unavailable(name, f"{' '.join(step[1:])}: {error}")
+    whole.write_text(wanted)
+    return found
+
+
+def release(environment: Environment, package: str) -> str:
+    """Installed release of a package there; empty for none."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    told = subprocess.run(
+        [environment.command("python"), "-c", code], capture_output=True, text=True, timeout=60
+    )
+    return told.stdout.strip()
+
+
+def _pinned(package: str, constraints: Path) -> str:
+    lines = constraints.read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{package}==")).partition("+")[0]
+
+
+def main() -> int:
+    """Install what is named, or all; the number of those that can't be had."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=[peer.name for peer in PEERS])
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    missing = 0
+    for name in arguments.names:
+        found = environment_of(name, arguments.folder)
+        missing += isinstance(found, Unavailable)
+        print(f"{name}: {found.reason if isinstance(found, Unavailable) else found.bin}")
+    return missing
+
+
+if __name__ == "__main__":
+    sys.exit(main())
