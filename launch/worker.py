@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from launch.mailbox import CommandRefusedError, Mailbox
 from launch.rank_log import rank_log
 from launch.snapshots import SnapshotError
 from launch.stacks import write_stacks_at_signal
+from monitoring.secrets import secrets_of, without
 
 WATCH_INTERVAL_S = 2.0
 IDLE_WATCH_INTERVAL_S = 10.0
@@ -60,6 +61,15 @@ class RankFailedError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, int, str]]:
         return (type(self), (self.rank, self.step, self.cause))
+
+
+def failure_of(
+    rank: int, step: int, error: BaseException, environ: Mapping[str, str]
+) -> RankFailedError:
+    """What is told of an ``error`` of a rank's loop: its events, its incident and W&B have it, so
+    no secret of the rank's ``environ`` may be in it."""
+    cause = without(f"{type(error).__name__}: {error}", secrets_of(environ))
+    return RankFailedError(rank, step, cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +179,8 @@ class Worker:
                 raise
             except Exception as error:
                 logger.exception("the attempt ends at step %d", loop.step)
-                cause = f"{type(error).__name__}: {error}"
-                raise RankFailedError(assignment.rank, loop.step, cause) from error
+                # Without what it came from: Ray prints that, and the rank's log has it.
+                raise failure_of(assignment.rank, loop.step, error, os.environ) from None
 
     def post(self, command: Command) -> None:
         """Leave a command for the loop. Raises CommandRefusedError."""

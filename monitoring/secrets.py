@@ -17,6 +17,12 @@ SECRET_NAME = re.compile(
 SECRET_VALUE = re.compile(
     r"^(sk-|ghp_|gho_|github_pat_|glpat-|hf_|xox[abp]-|AKIA|eyJ)|-----BEGIN |://[^/\s:@]+:[^/\s@]+@"
 )
+SECRET_WORD = re.compile(
+    r"\b(?:sk-[\w-]{20,}|gh[po]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|hf_[A-Za-z0-9]{16,}|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+"""The same within a text, as an error's: long enough to be no word."""
 MASK = "(secret, left out)"
 SHORTEST = 8
 """Characters of a value that is looked for in texts: a shorter one is part of any word."""
@@ -46,8 +52,17 @@ def secrets_of(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def without(text: str, secrets: Sequence[str]) -> str:
-    """A text in which each of ``secrets`` is masked."""
+    """A text in which each of ``secrets``, and whatever looks like one, is masked."""
     for secret in secrets:
         if secret in text:
             text = text.replace(secret, MASK)
-    return text
+    return SECRET_WORD.sub(MASK, text)
+
+
+def without_in(value: Any, secrets: Sequence[str]) -> Any:
+    """A value as JSON has it, whose texts are ``without`` secrets."""
+    if isinstance(value, Mapping):
+        return {key: without_in(part, secrets) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_in(part, secrets) for part in value]
+    return without(value, secrets) if isinstance(value, str) else value

@@ -7,11 +7,13 @@ controller before this one started is found again by its name.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from monitoring.secrets import secrets_of, without
 from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import NAMESPACE, ResumeState, supervisor_actor
 from orchestrator.recovery.controls import Control
@@ -190,4 +192,6 @@ class RaySupervisors:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    """For events, which have no secret of the environment in them."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {without(line, secrets_of(os.environ))}"

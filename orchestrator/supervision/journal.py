@@ -2,13 +2,14 @@
 
 Promises: what is told keeps its order; an action is durable before ``decided`` returns;
 memory is bounded (old records keep their numbers and lose their per-tensor statistics);
-W&B and the report never stop training.
+W&B and the report never stop training; no secret of the environment is in a text that is told.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 from launch.checkpoints import checkpoint_folder
 from monitoring.job_view import JobView
 from monitoring.records import Incident, StepRecord
+from monitoring.secrets import secrets_of, without, without_in
 from orchestrator.actions import Action
 from orchestrator.events import EventDraft, Notice
 from orchestrator.lifecycle import Cause, JobState
@@ -66,6 +68,7 @@ class Journal:
     ) -> None:
         """``history``: what earlier supervisors of the job told."""
         past = history or JobHistory()
+        self._secrets = secrets_of(os.environ)
         self._resume = resume
         self._outbox = outbox
         self._run_log = run_log
@@ -106,7 +109,9 @@ class Journal:
         detector_state: Mapping[str, Any] | None = None,
     ) -> None:
         """An action and what it answers; durable on return. Raises FencedError."""
-        rows = [incident.to_json() for incident in incidents]
+        # What a rank or a node raised may quote anything.
+        action = Action.from_json(without_in(action.to_json(), self._secrets))
+        rows = [without_in(incident.to_json(), self._secrets) for incident in incidents]
         events = [self._noted(seen(incident), incident.time) for incident in incidents]
         events.append(self._noted(decided(action), action.time))
         told = [Told(incident=row) for row in rows]
@@ -192,8 +197,9 @@ class Journal:
         self._outbox.close()
 
     def _noted(self, notice: Notice, now: float) -> EventDraft:
-        logger.info("%s: %s", notice.kind, notice.message)
-        event = EventDraft(notice.kind, now, notice.message, dict(notice.detail))
+        message = without(notice.message, self._secrets)
+        logger.info("%s: %s", notice.kind, message)
+        event = EventDraft(notice.kind, now, message, without_in(notice.detail, self._secrets))
         self._events.append(asdict(event))
         return event
 

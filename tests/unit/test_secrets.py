@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from launch.worker import failure_of
 from monitoring.secrets import MASK, masked, secrets_of, without
+from tests.unit.scripted_job import Make
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,54 @@ def test_values_of_secret_variables_are_taken_out_of_texts() -> None:
     assert set(secrets) == {"planted-token", "redis://me:planted-pass@host"}
     told = without("GET /?t=planted-token from /root/somewhere", secrets)
     assert told == f"GET /?t={MASK} from /root/somewhere"
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_abcdefghijklmnop1234",
+        "ghp_0123456789abcdefghij",
+        "sk-proj-0123456789abcdefghij",
+        "xoxb-12345678901",
+        "AKIA0123456789ABCDEF",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2ln",
+    ],
+)
+def test_what_looks_like_a_secret_is_taken_out_of_texts_wherever_it_comes_from(secret: str) -> None:
+    assert without(f"refused ({secret}), try again", ()) == f"refused ({MASK}), try again"
+    assert without(f"GET https://me:{secret}@host/x", ()) == f"GET https://{MASK}@host/x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no module named hf_tokenizers_of_mine",
+        "task-0123456789abcdefghijkl, disk-00000000000000000000000",
+        "tcp://10.0.0.1:29500 was refused by worker@host",
+        "at 2026-11-30T10:00:00Z: sk-learn is not there",
+    ],
+)
+def test_what_only_begins_like_a_secret_stays(text: str) -> None:
+    assert without(text, ()) == text
+
+
+def test_what_a_rank_raised_is_told_without_the_secrets_of_its_environment() -> None:
+    failed = failure_of(
+        3, 7, RuntimeError("bad token planted-value"), {"MY_TOKEN": "planted-value"}
+    )
+    assert failed.cause == f"RuntimeError: bad token {MASK}"
+    assert "planted-value" not in str(failed)
+
+
+def test_no_event_incident_or_action_of_a_job_has_a_secret(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "planted-value")
+    job = bench()
+    job.train(3)
+    job.ranks.fail(0, RuntimeError("bad token planted-value"))
+    job.step()
+    job.step(60.0)
+    told = job.settled()
+    assert MASK in told.actions[0].incidents[0].message
+    assert "planted-value" not in repr((told.actions, told.events))
