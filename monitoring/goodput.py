@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from monitoring.job_view import GOES_BACK, JobView, split_timelines
+from monitoring.job_view import GOES_BACK, JobView, split_steps
 
 Use = Literal["productive", "lost", "recovering", "queued", "starting", "paused", "between"]
 
@@ -97,7 +97,7 @@ def goodput(view: JobView) -> Goodput:
 
 def _steps(view: JobView) -> list[Span]:
     """Steps in the order of time, without overlaps."""
-    kept, lost = split_timelines(view.steps)
+    kept, lost = split_steps(view)
     uses: list[tuple[float, float, Use]] = [(r.time, r.step_time_s, "productive") for r in kept]
     uses += [(r.time, r.step_time_s, "lost") for r in lost]
     spans: list[Span] = []

@@ -5,7 +5,8 @@ round-trips through strict JSON. Incidents, actions and events are the stored ro
 (``Incident.to_json()`` and the like), so that a reader of an older job still works.
 
 Which steps count: a rollback or a restart runs some step numbers again. ``kept`` are the
-records that led to the present state, ``abandoned`` those that a later record replaced.
+records that led to the present state, ``abandoned`` those that a later record replaced, or that a
+decision gave up which no record has followed yet (the job may have been paused or have ended then).
 """
 
 from __future__ import annotations
@@ -104,6 +105,29 @@ def landing(view: JobView, action: Row) -> Landing | None:
         if started and detail.get("attempt") == int(action["attempt"]) + 1:
             return Landing(int(detail["step"]), str(detail["tier"]))
     return None
+
+
+def goes_on_at(view: JobView) -> int | None:
+    """The step that the newest decision to go back leads to, where no record has followed it."""
+    back = next((a for a in reversed(view.actions) if a.get("to_step") is not None), None)
+    if back is None:
+        return None
+    mark = (int(back["attempt"]), int(back["timeline"]))
+    for record in view.steps[-1:]:
+        newest = (record.attempt, record.timeline)
+        # A reader that catches up knows of what was decided later.
+        if newest > mark or (newest == mark and record.step < int(back["step"])):
+            return None
+    return int(back["to_step"])
+
+
+def split_steps(view: JobView) -> tuple[list[StepRecord], list[StepRecord]]:
+    """(kept, abandoned) of a job as it stands now, each in recorded order."""
+    kept, abandoned = split_timelines(view.steps)
+    if (going_on := goes_on_at(view)) is not None:
+        abandoned += [record for record in kept if record.step >= going_on]
+        kept = [record for record in kept if record.step < going_on]
+    return kept, abandoned
 
 
 def split_timelines(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:

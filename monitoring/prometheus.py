@@ -39,6 +39,8 @@ class JobNumbers:
     """By kind, in the job's life."""
     actions: Mapping[str, int] = field(default_factory=dict)
     """By kind, in the job's life."""
+    steps_done: int | None = None
+    """Those that count: fewer than ``newest`` says where it was given up; None: as it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ GAUGES = {
     "steps_planned": "Steps of the whole job.",
     "attempt": "Number of the present attempt.",
     "nodes": "Nodes that the job holds.",
-    "loss": "Mean cross-entropy of the newest step, nats a token.",
-    "grad_norm": "Global gradient norm of the newest step before clipping.",
+    "loss": "Mean cross-entropy of the newest step, nats a token; absent once it is given up.",
+    "grad_norm": "Global gradient norm of that step before clipping.",
     "learning_rate": "Learning rate of the newest step.",
     "step_seconds": "Wall seconds of the newest step on the slowest rank.",
     "tokens_per_second": "Tokens of the newest step over its seconds.",
@@ -123,11 +125,15 @@ def _values(job: JobNumbers) -> Iterator[tuple[str, float]]:
     yield "attempt", job.attempt
     yield "nodes", job.nodes
     record = job.newest
-    yield "step", 0 if record is None else record.step + 1
+    recorded = 0 if record is None else record.step + 1
+    done = recorded if job.steps_done is None else job.steps_done
+    yield "step", done
     if record is None:
         return
-    yield "loss", record.loss
-    yield "grad_norm", record.grad_norm
+    if done >= recorded:
+        # Of a step that was given up they say nothing.
+        yield "loss", record.loss
+        yield "grad_norm", record.grad_norm
     yield "learning_rate", record.lr
     yield "step_seconds", record.step_time_s
     if record.step_time_s > 0:

@@ -25,7 +25,7 @@ from monitoring.charts import (
     text,
 )
 from monitoring.episodes import Episode, bf16_stretches, episodes
-from monitoring.job_view import JobView, split_timelines
+from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
 from monitoring.report_layers import Layers
 from monitoring.report_style import PICTURE
@@ -50,7 +50,7 @@ class Story:
 
     @classmethod
     def of(cls, view: JobView) -> Story:
-        kept, abandoned = split_timelines(view.steps)
+        kept, abandoned = split_steps(view)
         stretches: list[list[StepRecord]] = []
         for record in abandoned:
             newest = stretches[-1][-1] if stretches else None

@@ -14,7 +14,7 @@ from monitoring.detectors.baseline import median
 from monitoring.environment import environment_of
 from monitoring.exchange import mean_numbers
 from monitoring.goodput import goodput
-from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_timelines
+from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_steps
 from monitoring.records import EXCHANGE_BITS, StepRecord
 from monitoring.tensor_stats import encode_float
 
@@ -29,8 +29,8 @@ class Tally:
     """Returns to an earlier step within an attempt."""
     restarts: int = 0
     steps_lost: int = 0
-    """Recorded steps whose work was done again, after a rollback or a restart. What a rank
-    had begun and nobody recorded is not counted: nothing of it could have been kept. This is
+    """Recorded steps whose work was given up by a rollback or a restart, to be done again. What a
+    rank had begun and nobody recorded is not counted: nothing of it could have been kept. This is
     the definition; events and W&B say the same number."""
     steps_skipped: int = 0
     """Steps whose update was left out."""
@@ -51,14 +51,15 @@ class Tally:
             self.restarts += 1
         else:
             self.rollbacks += 1
+        if action.get("to_step") is not None:
+            # Now, for the job may end before it has done them again.
+            self._give_up(int(action["to_step"]))
         mark = (int(action["attempt"]), int(action["timeline"]))
         self._pending.append((mark, _began(action)))
 
     def add_step(self, record: StepRecord) -> None:
         """Take in a record; one that goes back undoes what it replaces."""
-        while self._kept and self._kept[-1][0] >= record.step:
-            self._useful_s -= self._kept.pop()[1]
-            self.steps_lost += 1
+        self._give_up(record.step)
         self._kept.append((record.step, record.step_time_s))
         self._useful_s += record.step_time_s
         self.attempt, self.timeline = record.attempt, record.timeline
@@ -72,6 +73,12 @@ class Tally:
         if answered:
             self.recover_times_s.append(max(0.0, record.time - min(answered)))
             self._pending = [entry for entry in self._pending if entry[0] >= mark]
+
+    def _give_up(self, step: int) -> None:
+        """What was kept from ``step`` on is lost."""
+        while self._kept and self._kept[-1][0] >= step:
+            self._useful_s -= self._kept.pop()[1]
+            self.steps_lost += 1
 
     @property
     def time_to_recover_s(self) -> float | None:
@@ -108,7 +115,7 @@ def tally(view: JobView) -> Tally:
 
 def summarize(view: JobView) -> dict[str, Any]:
     """The contents of ``summary.json``. Times in seconds, losses in nats a token."""
-    kept, _ = split_timelines(view.steps)
+    kept, _ = split_steps(view)
     totals = tally(view)
     steps = kept[-1].step + 1 if kept else 0
     attempts = max((r.attempt for r in view.steps), default=0)

@@ -20,7 +20,7 @@ from monitoring.amax import split_name, worst_by_headroom
 from monitoring.charts import duration, short
 from monitoring.detectors.baseline import median
 from monitoring.episodes import Episode, episodes
-from monitoring.job_view import JobView, split_timelines
+from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -49,7 +49,7 @@ def watch_panel(view: JobView, width: int, height: int | None = None) -> Rendera
     """The whole job in one panel of ``width`` columns; of at most ``height`` lines where there are
     so few that something has to be left out."""
     inner = max(36, width - 4)
-    kept, _ = split_timelines(view.steps)
+    kept, _ = split_steps(view)
     head: list[RenderableType] = [_progress(view, kept, inner)]
     head += [line for line in (_ranks(view, inner), _nodes(view, inner)) if line is not None]
     if kept:

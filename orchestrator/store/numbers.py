@@ -54,6 +54,7 @@ def _job(
         nodes=len(row.nodes),
         fp8_format=row.spec.fp8.format or "HYBRID",
         newest=newest,
+        steps_done=row.stands_at + 1,
         incidents=seen,
         actions=done,
     )

@@ -8,12 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitoring.episodes import bf16_stretches, episodes
-from monitoring.job_view import JobView, split_timelines
+from monitoring.job_view import JobView, split_steps, split_timelines
 from monitoring.report import render_report
+from monitoring.report_lead import lead
 from monitoring.summary import Tally, summarize
 from tests.unit.monitoring_traces import FALLEN, healthy_trace, recovered_view
+from tests.unit.test_monitoring_watch import shown as watched_in
 
 VIEW = recovered_view()
+
+
+def watched(view):
+    return watched_in(view, 80)
 
 
 class TestJobView:
@@ -41,6 +47,27 @@ class TestJobView:
         kept, abandoned = split_timelines([*steps, *back])
         assert [r.step for r in kept] == list(range(13))
         assert len(abandoned) == 20
+
+    @pytest.mark.parametrize("kind", ["rollback", "restart"])
+    def test_steps_that_were_given_up_are_lost_though_the_job_ended_before_any_was_redone(
+        self, kind
+    ):
+        back = {"kind": kind, "attempt": 1, "timeline": 0, "step": 11, "time": 1_800_000_003.0,
+                "reason": "Again.", "to_step": 4, "in_place": kind == "rollback"}  # fmt: skip
+        view = JobView("a-000000", "failed", {}, healthy_trace(12), (), [back])
+        kept, abandoned = split_steps(view)
+        assert ([r.step for r in kept], len(abandoned)) == ([0, 1, 2, 3], 8)
+        summary = summarize(view)
+        assert (summary["steps"], summary["steps_lost"]) == (4, 8)
+        assert summary["final_loss"] == view.steps[3].loss
+        assert summary["goodput"]["lost_s"] > summary["goodput"]["productive_s"] > 0
+        assert summary["ettr"] < 0.5
+        assert lead(view, summary).startswith("4 steps, loss")
+        assert "4 steps" in watched(view)
+        # A step after it, and nothing more is lost than what it does again.
+        again = dataclasses.replace(view.steps[4], attempt=2, timeline=1)
+        followed = summarize(dataclasses.replace(view, steps=[*view.steps, again]))
+        assert (followed["steps"], followed["steps_lost"]) == (5, 8)
 
     @given(st.lists(st.integers(0, 20), max_size=60))
     def test_every_record_is_in_one_of_both_and_kept_ones_rise(self, numbers):

@@ -63,6 +63,14 @@ def test_a_job_is_told_with_its_newest_step_and_what_happened_to_it() -> None:
     assert told[("octavo_job_headroom_octaves", *at)] == math.log2(448.0 / 448.0)
 
 
+def test_a_step_that_was_given_up_is_not_told_as_done() -> None:
+    newest = StepRecord.from_json(step(7))
+    job = JobNumbers("toy-1", "toy", 100, 2, 3, newest=newest, steps_done=5)
+    told = samples(exposition(Numbers([job], {})))
+    assert told[("octavo_job_step", "toy-1", "toy")] == 5
+    assert ("octavo_job_loss", "toy-1", "toy") not in told
+
+
 def test_odd_names_and_numbers_are_told_as_they_are() -> None:
     newest = StepRecord.from_json(step(0, loss=math.nan, grad_norm=math.inf, step_time_s=0.0))
     job = JobNumbers('a"b\\c\n', "toy", 1, 1, 0, newest=newest)
