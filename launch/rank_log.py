@@ -1,7 +1,7 @@
 """Writing a rank's log: log records, prints and last words of its process into one rotated file.
 
     with rank_log(assignment.log_path, attempt, rank) as log:
-        log.step = lambda: loop.step
+        log.step = lambda: loop.step_of_log
         …
 
 Log records and what Python prints become objects (``launch.log_lines``). File descriptors 1 and 2

@@ -80,7 +80,8 @@ class TrainingLoop:
         self._mailbox = mailbox
         self._stores = stores
         self._reporter = Reporter(outbox)
-        self._step = 0
+        self._step = assignment.restore.step if assignment.restore else 0
+        self._begun = False
         self._timeline = assignment.timeline
         self._ledger = frozenset(assignment.ledger)
         self._lr_scale = assignment.lr_scale
@@ -93,6 +94,11 @@ class TrainingLoop:
         """The step that runs now or next."""
         return self._step
 
+    @property
+    def step_of_log(self) -> int | None:
+        """What a line of the log is written in: the step that runs now; None before the first."""
+        return self._step if self._begun else None
+
     def run(self) -> RankResult:
         """Train until the last step or a Stop; returns once a last checkpoint is written.
 
@@ -102,6 +108,7 @@ class TrainingLoop:
         """
         try:
             self._prepare()
+            self._begun = True
             while self._stop is None and self._step < self._run_config.training.steps:
                 self._train_step()
             return self._finish()

@@ -171,7 +171,7 @@ class Worker:
         with rank_log(assignment.log_path, assignment.attempt, assignment.rank) as log:
             loop = TrainingLoop(assignment, self._mailbox, deliver, stores_of(keepers))
             if log is not None:
-                log.step = lambda: loop.step
+                log.step = lambda: loop.step_of_log
             try:
                 return loop.run()
             except SnapshotError:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.commands import DrillReport, Report
+from launch.commands import DrillReport, Report, RestorePoint
 from launch.config import TrainingConfig
+from launch.mailbox import Mailbox
 from launch.reporter import Reporter, ReportFailedError
 from launch.schedule import lr_at
+from launch.training import TrainingLoop
 
 
 def report(step: int) -> DrillReport:
@@ -119,3 +122,24 @@ class TestReporter:
             reporter.raise_failure()
         reporter.close()
         reporter.close()
+
+
+class TestStepOfTheLog:
+    def test_a_later_attempt_has_none_before_its_first_step_and_then_the_one_it_goes_on_with(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = SimpleNamespace(training=SimpleNamespace(steps=71))
+        start = RestorePoint(70, "memory", 1, 0)
+        fields = {"timeline": 0, "ledger": (), "lr_scale": 1.0, "run": run, "restore": start}
+        loop = TrainingLoop(cast("Any", SimpleNamespace(**fields)), Mailbox(2), lambda _: None)
+        seen: list[tuple[int, int | None]] = []
+
+        def look(step: int = 0) -> None:
+            seen.append((loop.step, loop.step_of_log))
+            loop._step += step
+
+        monkeypatch.setattr(loop, "_prepare", look)
+        monkeypatch.setattr(loop, "_train_step", lambda: look(1))
+        monkeypatch.setattr(loop, "_finish", look)
+        loop.run()
+        assert seen == [(70, None), (70, 70), (71, 71)]
