@@ -19,7 +19,7 @@ from deploy.cluster_profile import CLOUDS, KUBERNETES, ClusterProfile, Target
 from deploy.container import CLOUD_MODULES
 from deploy.rendered import Rendered, write
 from deploy.systemd import HEAD_UNIT, TOKEN, node_unit
-from orchestrator.cli.show import USAGE, CommandError
+from orchestrator.cli.show import UNREACHABLE, USAGE, CommandError
 
 KUBECTL_S = 120.0
 LAUNCHER_S = 3600.0
@@ -89,7 +89,8 @@ def cluster_difference(target: Target, files: Sequence[Rendered]) -> str:
         done = _run(command, Path(folder), KUBECTL_S)
     # 0: nothing, 1: something, more: a failure; 1 also for a cluster that doesn't answer.
     if done.returncode > 1 or (done.returncode == 1 and not done.stdout.strip()):
-        raise CommandError("the cluster can't be asked what it has", done.stderr.strip())
+        told = "the cluster can't be asked what it has"
+        raise CommandError(told, done.stderr.strip(), UNREACHABLE)
     return done.stdout
 
 
@@ -129,9 +130,16 @@ def _wants(client: str, instead: str, where: str) -> None:
 
 def _by_hand(profile: ClusterProfile) -> str:
     head = profile.head.address
+    user, home, jobs = (profile.hosts.user, profile.storage.home.path, profile.storage.jobs.path)
     lines = [
-        "render them (--out units), then, as root:",
-        f"  Ray's token, the same on every host, 0600: {TOKEN}",
+        "render them (--out units), then, as root, on every host:",
+        f"  the user, where it isn't there: useradd --create-home {user}",
+        f"  Octavo in {profile.hosts.environment}, the same release everywhere",
+        f"  {jobs}: a shared file system; install -d -o {user} -g {user} {jobs}",
+        f"  Ray's token (ray get-auth-token --generate, once), the same everywhere, 0600: {TOKEN}, "
+        f"and for `octavo doctor` ~{user}/.ray/auth_token",
+        f"on {head}: install -d -o {user} -g {user} -m 700 {home}",
+        "then the units:",
         f"  {head}: units/{HEAD_UNIT} to /etc/systemd/system, `systemctl daemon-reload`, "
         f"`systemctl enable --now {HEAD_UNIT}`",
     ]

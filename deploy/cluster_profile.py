@@ -232,6 +232,8 @@ class SlurmConfig(_Section):
     time: SlurmTime = "1-00:00:00"
     notice_s: int = Field(300, ge=60, le=3600)
     """Seconds before the time is up at which jobs are paused after a checkpoint."""
+    requeue: bool = True
+    """When the time is up it goes on in another allocation, until the job is at its end."""
 
 
 class CloudConfig(_Section):

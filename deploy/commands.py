@@ -38,7 +38,9 @@ TargetOption = Annotated[
         "[default: the profile's].",
     ),
 ]
-JobOption = Annotated[Path | None, typer.Option("--job", help="A job file, which a rayjob trains.")]
+JobOption = Annotated[
+    Path | None, typer.Option("--job", help="A job file, which a rayjob or Slurm trains.")
+]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder [default: standard output].")]
 AgainstOption = Annotated[
     Path | None,
@@ -97,7 +99,10 @@ def diff(
     job: JobOption = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show what a render would change in a folder, or an apply in the cluster; 1: something."""
+    """Show what a render would change in a folder, or an apply in the cluster.
+
+    Exit code 1: something; 3: the cluster can't be asked.
+    """
     from deploy.clients import cluster_difference
     from deploy.rendered import differences
 
@@ -161,19 +166,24 @@ def _rendered(
         raise CommandError(told, hint, USAGE)
     checked, wanted = load_profile(file, word)
     text = ""
-    if wanted == "rayjob":
-        if job is None:
-            raise CommandError("a rayjob trains a job", "name its file: --job job.yaml", USAGE)
-        text = _job_text(job)
-    elif job is not None and wanted != "slurm":
-        raise CommandError(f"--job means nothing for {wanted}", "leave it out", USAGE)
+    if wanted == "rayjob" and job is None:
+        raise CommandError("a rayjob trains a job", "name its file: --job job.yaml", USAGE)
+    if job is not None:
+        if wanted not in ("rayjob", "slurm"):
+            raise CommandError(f"--job means nothing for {wanted}", "leave it out", USAGE)
+        text = _job_text(job, checked, wanted)
     return checked, wanted, render_target(checked, wanted, text)
 
 
-def _job_text(file: Path) -> str:
-    """Of a job file that is right, as far as that can be said elsewhere than on the cluster."""
-    from orchestrator.spec.errors import read_text
-    from orchestrator.spec.job import load_spec
+def _job_text(file: Path, profile: ClusterProfile, target: Target) -> str:
+    """Of a job file that is right and fits the cluster, as far as that can be said elsewhere."""
+    from deploy.job_checks import check_job
+    from orchestrator.spec.errors import SpecError, read_text
+    from orchestrator.spec.job import load_spec, read_source
 
-    load_spec(file, check_data=False)
+    spec = load_spec(file, check_data=False)
+    source = read_source(file)
+    problems = [source.problem(found) for found in check_job(profile, target, spec, source.data)]
+    if problems:
+        raise SpecError(problems)
     return read_text(file)

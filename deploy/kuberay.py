@@ -41,6 +41,7 @@ from deploy.ray_options import (
     api_options,
     environment,
     head_options,
+    head_shared_memory,
     node_options,
     ray_version,
 )
@@ -63,6 +64,8 @@ GRACE_S = 180
 """Seconds that the head has to pause its jobs, each after a checkpoint."""
 JOB_FILE = "job.yaml"
 JOB_FOLDER = "/octavo/job"
+DIGEST = 8
+"""Characters of a job's digest that its RayJob is named by."""
 
 
 def cluster_objects(profile: ClusterProfile) -> list[Object]:
@@ -71,31 +74,34 @@ def cluster_objects(profile: ClusterProfile) -> list[Object]:
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": metadata(profile, profile.name, annotations={OWN_COMMAND: "true"}),
-        "spec": _cluster(profile),
+        "spec": _cluster(profile, profile.storage.home.path),
     }
     return [*_around(profile), cluster]
 
 
 def job_objects(profile: ClusterProfile, job: str) -> list[Object]:
     """All objects of a ``RayJob`` that trains the job file of text ``job``."""
-    digest = hashlib.sha256(job.encode()).hexdigest()[:10]
-    name = f"{profile.name}-job-{digest}"
+    # Of the job's text: KubeRay does nothing more for a RayJob that has ended, whatever is applied
+    # to it, so each job is one of its own; the same text again is the same.
+    digest = hashlib.sha256(job.encode()).hexdigest()[:DIGEST]
+    name = f"{profile.name}-{digest}"
+    # A home has one controller.
+    home = f"{profile.storage.home.path}/{name}"
     config: Object = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(profile, name),
         "data": {JOB_FILE: job},
     }
-    spec = _cluster(profile, dashboard="0.0.0.0", job_config=name)
+    spec = _cluster(profile, home, dashboard="0.0.0.0", job_config=name)
     ray_job: Object = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
-        "metadata": metadata(profile, profile.name, annotations={OWN_COMMAND: "true"}),
+        "metadata": metadata(profile, name, annotations={OWN_COMMAND: "true"}),
         "spec": {
             # It runs in the head's pod, where home and job file are; a second try finds the job.
             "entrypoint": (
-                f"python -m deploy.job_runner {profile.storage.home.path} "
-                f"{JOB_FOLDER}/{JOB_FILE} --key {name}"
+                f"python -m deploy.job_runner {home} {JOB_FOLDER}/{JOB_FILE} --key {name}"
             ),
             # The operator asks Ray's own API for it: no pod more, that would have to be let in.
             "submissionMode": "HTTPMode",
@@ -125,9 +131,9 @@ def _around(profile: ClusterProfile) -> list[Object]:
 
 
 def _cluster(
-    profile: ClusterProfile, dashboard: str = LOOPBACK, job_config: str | None = None
+    profile: ClusterProfile, home: str, dashboard: str = LOOPBACK, job_config: str | None = None
 ) -> Object:
-    """Of a ``RayCluster`` or within a ``RayJob``."""
+    """Of a ``RayCluster`` or within a ``RayJob``; ``home`` is the controller's."""
     scales = any(group.scales for group in profile.node_groups)
     security = profile.security
     auth: Object = {"mode": "token"}
@@ -140,12 +146,12 @@ def _cluster(
             "version": "v2",
             "idleTimeoutSeconds": 60 * profile.cloud.idle_minutes,
             "upscalingMode": "Default",
-            "securityContext": container_security(profile),
+            "securityContext": container_security(),
         }
     if profile.redis is not None:
         tables: Object = {
             "redisAddress": profile.redis.address,
-            "externalStorageNamespace": profile.name,
+            "externalStorageNamespace": job_config or profile.name,
         }
         if profile.redis.password_secret is not None:
             reference = {"name": profile.redis.password_secret, "key": "password"}
@@ -157,7 +163,7 @@ def _cluster(
         "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": dashboard},
         "template": {
             "metadata": {"labels": _labels(profile, "head"), "annotations": dict(STAYS)},
-            "spec": _head(profile, dashboard, job_config, scales=scales),
+            "spec": _head(profile, home, dashboard, job_config, scales=scales),
         },
     }
     spec["workerGroupSpecs"] = [_worker_group(profile, group) for group in profile.node_groups]
@@ -165,7 +171,7 @@ def _cluster(
 
 
 def _head(
-    profile: ClusterProfile, dashboard: str, job_config: str | None, *, scales: bool
+    profile: ClusterProfile, home: str, dashboard: str, job_config: str | None, *, scales: bool
 ) -> Object:
     security, storage = profile.security, profile.storage
     files = (f"{OWN_TLS}/tls.crt", f"{OWN_TLS}/tls.key") if security.tls_secret else ()
@@ -177,13 +183,13 @@ def _head(
     # Kubernetes lets a volume's group read the key, which the controller refuses: a copy of ours.
     copied = f"umask 077; mkdir -p {OWN_TLS}; cp {TLS_FOLDER}/tls.* {OWN_TLS}; " if files else ""
     command = (
-        f"{copied}{OPEN_FILES}; exec python -m deploy.serve {storage.home.path} "
+        f"{copied}{OPEN_FILES}; exec python -m deploy.serve {home} "
         f"--address $POD_IP:{GCS_PORT} {api_options(profile, *files)} "
         f"--grace {GRACE_S - 30} --head -- {' '.join(options)}"
     )
     variables = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "OCTAVO_HOME", "value": storage.home.path},
+        {"name": "OCTAVO_HOME", "value": home},
         *_variables(profile, None),
     ]
     if profile.redis is not None and profile.redis.password_secret is not None:
@@ -212,10 +218,10 @@ def _head(
         "env": variables,
         "ports": ports,
         "resources": {"requests": resources, "limits": dict(resources)},
-        "securityContext": container_security(profile),
+        "securityContext": container_security(),
         **probes(healthy(RAYLET_HEALTH, GCS_HEALTH)),
     }
-    pod = _pod(profile, container, volumes, mounts, "4Gi")
+    pod = _pod(profile, container, volumes, mounts, f"{head_shared_memory(profile)}Mi")
     pod["terminationGracePeriodSeconds"] = GRACE_S
     # Only the autoscaler, which KubeRay gives an account of its own, speaks to Kubernetes.
     if not scales:
@@ -238,7 +244,7 @@ def _worker_group(profile: ClusterProfile, group: NodeGroup) -> Object:
         "args": [f'{OPEN_FILES}; exec /bin/bash -c "${GENERATED}"'],
         "env": _variables(profile, group),
         "resources": {"requests": limits, "limits": dict(limits)},
-        "securityContext": container_security(profile, rdma=bool(group.gpus)),
+        "securityContext": container_security(),
         **probes(healthy(RAYLET_HEALTH)),
     }
     pod = _pod(profile, container, [], [], group.shared_memory)

@@ -22,6 +22,7 @@ from deploy.ray_options import (
     api_options,
     environment,
     head_options,
+    head_shared_memory,
     node_options,
     shell_words,
 )
@@ -192,7 +193,7 @@ def _container(profile: ClusterProfile) -> Object:
             f"--volume={storage.jobs.path}:{storage.jobs.path}",
         ],
         "head_run_options": [
-            _shared_memory("4Gi"),
+            _shared_memory(head_shared_memory(profile)),
             f"--volume={storage.home.path}:{storage.home.path}",
         ],
     }
@@ -204,7 +205,7 @@ def _container(profile: ClusterProfile) -> Object:
 def _group_container(profile: ClusterProfile, group: NodeGroup) -> Object:
     """What a group's containers have of their own."""
     image = profile.image
-    options = [_shared_memory(group.shared_memory)]
+    options = [_shared_memory(mebibytes(group.shared_memory))]
     if group.gpus:
         options.append("--gpus=all")
     found: Object = {"worker_run_options": options}
@@ -213,9 +214,9 @@ def _group_container(profile: ClusterProfile, group: NodeGroup) -> Object:
     return found
 
 
-def _shared_memory(quantity: str) -> str:
+def _shared_memory(mebi: int) -> str:
     # Docker gives 64 MiB, where Ray's objects and NCCL's buffers have no room.
-    return f"--shm-size={mebibytes(quantity)}m"
+    return f"--shm-size={mebi}m"
 
 
 def _node_types(profile: ClusterProfile, target: Target) -> Object:

@@ -24,12 +24,14 @@ from deploy.profile_values import mebibytes, slurm_seconds
 from orchestrator.home.listening import on_loopback
 from orchestrator.spec.errors import Finding, KeyPath
 
+LEAST_HEAD_MIB = 4096
 HEADS = ("head", "headgroup")
 """Names that Ray's launcher and KubeRay have for the head among node groups."""
 LONGEST_NAME: dict[Target, int] = {
     # KubeRay's names of services and pods are made of it (its constant.go).
     "kuberay": 53,
-    "rayjob": 47,
+    # NAME-12345678, of at most 47.
+    "rayjob": 38,
     # Names of machines are made of it, ray-NAME-worker-12345678-compute of at most 63 at gcp and
     # ray-NAME-worker-1234-5678 of at most 64 at azure (ray.autoscaler._private).
     "gcp": 35,
@@ -60,6 +62,9 @@ def check_profile(profile: ClusterProfile) -> Iterator[Finding]:
     if (security.tls_cert is None) != (security.tls_key is None):
         missing = "tls_key" if security.tls_key is None else "tls_cert"
         yield Finding(("security", missing), "is missing", "TLS takes a certificate and its key")
+    if mebibytes(profile.head.memory) < LEAST_HEAD_MIB:
+        told = "is too little for Ray's tables, the controller and shared memory"
+        yield Finding(("head", "memory"), told, "give 4Gi or more; 16Gi for a few hundred ranks")
     home, jobs = profile.storage.home.path, profile.storage.jobs.path
     if home == jobs:
         told = "is the home's folder too"
@@ -106,9 +111,11 @@ def check_target(profile: ClusterProfile, target: Target) -> Iterator[Finding]:
     """What ``target`` needs and the profile lacks."""
     security, listen = profile.security, ("security", "listen")
     beyond = _valid(security.listen) and not on_loopback(security.listen)
-    if target in (*KUBERNETES, *CLOUDS) and profile.image.gpu is None and profile.image.cpu is None:
+    image, on_gpu = profile.image, any(group.gpus for group in profile.node_groups)
+    if target in (*KUBERNETES, *CLOUDS) and image.gpu is None and (on_gpu or image.cpu is None):
         remedy = "build one with `octavo deploy render --target container` and name it"
-        yield Finding(("image", "gpu"), "is missing: nodes run an image", remedy)
+        told = "is missing: nodes with GPUs run it" if on_gpu else "is missing: nodes run an image"
+        yield Finding(("image", "gpu"), told, remedy)
     if profile.redis is not None and target in (*CLOUDS, "on-prem", "slurm"):
         told = f"is not used by {target}: a head is lost with its tables, jobs go on from disk"
         yield Finding(("redis",), told, "take it away, or use systemd or kuberay")
@@ -149,6 +156,9 @@ def check_target(profile: ClusterProfile, target: Target) -> Iterator[Finding]:
             if group.scales:
                 at = ("node_groups", i, "min")
                 yield Finding(at, "an allocation of Slurm has one size", "give `count:`")
+            elif not group.most:
+                at = ("node_groups", i, "count")
+                yield Finding(at, "is no allocation of Slurm", "leave the group out, or give one")
         if slurm_seconds(profile.slurm.time) <= profile.slurm.notice_s:
             told = (
                 f"is no longer than notice_s, {profile.slurm.notice_s} s: nothing would be trained"

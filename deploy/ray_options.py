@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from deploy.cluster_profile import ClusterProfile, NodeGroup
+from deploy.profile_values import mebibytes
 from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
 
 GCS_PORT = 6379
@@ -44,6 +45,11 @@ def environment(profile: ClusterProfile, group: NodeGroup | None = None) -> dict
         elif network.rdma == "efa":
             found["FI_PROVIDER"] = "efa"
     return found
+
+
+def head_shared_memory(profile: ClusterProfile) -> int:
+    """MiB of the head's memory for /dev/shm: no rank's state is there."""
+    return min(4096, mebibytes(profile.head.memory) // 4)
 
 
 def head_options(profile: ClusterProfile, dashboard: str = LOOPBACK) -> list[str]:

@@ -5,9 +5,10 @@
 One task a node runs ``ray symmetric-run``: on the first node it starts Ray's head and the
 controller (``deploy.serve``), which trains the job and ends with its exit code; on the others it
 joins, and joins again where Ray was too slow or died. Promises: pure; shellcheck has nothing to say
-of it; before the time is up, and on `scancel --batch --signal=TERM ID`, jobs are paused after a
-checkpoint, and a requeued script goes on there (a plain scancel ends Ray at once: jobs go on from
-what is saved); Ray's token comes from a file (0600) on the shared file system.
+of it; before the time is up jobs are paused after a checkpoint and the script puts itself into the
+queue again, where it goes on; on `scancel --batch --signal=TERM ID` they are paused and it ends (a
+plain scancel ends Ray at once: jobs go on from what is saved); Ray's token comes from a file (0600)
+on the shared file system.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from deploy.cluster_profile import ClusterProfile, NodeGroup
 from deploy.profile_values import mebibytes
 from deploy.ray_options import GCS_PORT, LOOPBACK, api_options, environment, node_options
 
+UNFINISHED = 101
+"""What the controller's process ends with when it was asked to end before the job did."""
 START_S = 300
 """Seconds that a node waits for the head: file systems are slow when a thousand processes start."""
 
@@ -40,7 +43,8 @@ def _options(profile: ClusterProfile, group: NodeGroup, *, first: bool) -> list[
         found.append("--output=%x-%j.log")
         # A node that fails ends its own task alone: the job goes on without it.
         found += ["--no-kill", "--requeue", "--open-mode=append"]
-        found.append(f"--signal=B:TERM@{slurm.notice_s}")
+        # USR1: the time is nearly up. TERM: somebody wants it to end.
+        found.append(f"--signal=B:USR1@{slurm.notice_s}")
         if slurm.account is not None:
             found.append(f"--account={slurm.account}")
     partition = group.partition or slurm.partition
@@ -99,7 +103,9 @@ stop_file="$OCTAVO_HOME/stop"
 ended_file="$OCTAVO_HOME/ended-$SLURM_JOB_ID"
 mkdir -p "$OCTAVO_HOME" {shlex.quote(profile.storage.jobs.path)}
 rm -f "$stop_file" "$ended_file"
+again=no
 trap 'touch "$stop_file"' TERM INT
+trap 'again={"yes" if profile.slurm.requeue else "no"}; touch "$stop_file"' USR1
 
 # shellcheck disable=SC2329
 control() {{
@@ -142,7 +148,13 @@ if [[ ! -s "$ended_file" ]]; then
   echo "the controller did not run: Ray's words are above" >&2
   exit 1
 fi
-exit "$(< "$ended_file")"
+code="$(< "$ended_file")"
+# Slurm requeues what a failed node or another's job ended, not what ended itself.
+if [[ $again == yes && $code == {UNFINISHED} ]]; then
+  echo "the time is up: paused, and into the queue again"
+  scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: sbatch it again with $OCTAVO_HOME" >&2
+fi
+exit "$code"
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.main import call
+from orchestrator.cli.show import UNREACHABLE
 from tests.unit.deploy_profiles import JOB, KUBERNETES, OWN_HOSTS, PROFILES, SLURM
 
 
@@ -64,6 +65,32 @@ def test_a_rayjob_wants_a_job_file_that_is_right(
     assert "did you mean 'training'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("gpus_per_node: 16\n", "gpus_per_node: 16: is more than any node of lab has: 8 GPUs"),
+        ("gpus_per_node: 8\nnum_nodes: 32\n", "num_nodes: 32: is more than lab can have: 16"),
+        ("slots_per_node: 200\n", "slots_per_node: 200: is more than any node of lab has: 96"),
+        ("checkpoint: {storage_path: /nowhere/else}\n", "checkpoint.storage_path: '/nowhere/else'"),
+        ("checkpoint: {storage_path: /octavo/jobs/../x}\n", "checkpoint.storage_path"),
+        ("checkpoint: {storage_path: /octavo/jobs/mine}\n", ""),
+        ("gpus_per_node: 8\nnum_nodes: 16\nparallelism: {data: 128}\n", ""),
+        (
+            "gpus_per_node: 8\nnum_nodes: 17\nparallelism: {data: 136}\n"
+            "resources: {min_nodes: 16}\ntraining: {train_batch_size: 2176}\n",
+            "",
+        ),
+    ],
+)
+def test_a_job_that_the_cluster_can_not_hold_is_refused_before_pods_wait_for_ever(
+    more: str, told: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB + more)
+    code = call(["deploy", "render", profile, "--target", "rayjob", "--job", str(job)])
+    assert (code, told in (said := capsys.readouterr()).err) == (2 if told else 0, True), said.err
+
+
 def test_apply_hands_the_files_to_kubectl(
     profile: str,
     tmp_path: Path,
@@ -92,7 +119,7 @@ def test_diff_asks_the_cluster_where_no_folder_is_named(
     assert call(["deploy", "diff", profile]) == 1
     assert "+ replicas: 2" in capsys.readouterr().out
     client(tmp_path / "bin", "kubectl", "echo 'connection refused' >&2; exit 1", monkeypatch)
-    assert call(["deploy", "diff", profile]) == 1
+    assert call(["deploy", "diff", profile]) == UNREACHABLE
     assert "connection refused" in capsys.readouterr().err
 
 
@@ -113,7 +140,12 @@ def test_a_client_that_is_not_there_is_told_with_what_to_do(
     assert f"sbatch octavo.sbatch {job}" in capsys.readouterr().err
     Path(profile).write_text(OWN_HOSTS)
     assert call(["deploy", "apply", profile, "--target", "systemd", "--yes"]) == 1
-    assert "systemctl enable --now octavo-head.service" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "systemctl enable --now octavo-head.service" in told
+    # All that a unit needs to start: its user, its environment, the folders that it may write.
+    for needed in ("useradd", "/opt/octavo/.venv", "-o octavo -g octavo /octavo/jobs", "ray-token"):
+        assert needed in told
+    assert "install -d -o octavo -g octavo -m 700 /octavo/home" in told
     assert call(["deploy", "diff", profile, "--target", "systemd"]) == 2
 
 
@@ -137,6 +169,27 @@ def test_a_clouds_packages_are_asked_for_before_its_launcher_fails_on_them(
     Path(profile).write_text(PROFILES["azure"])
     assert call(["deploy", "apply", profile, "--target", "azure", "--yes"]) == 1
     assert "azure.identity" in capsys.readouterr().err
+
+
+def test_a_job_file_that_is_wrong_or_missing_is_not_put_into_slurms_queue(
+    profile: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path(profile).write_text(SLURM)
+    client(tmp_path / "bin", "sbatch", f"touch {tmp_path / 'queued'}", monkeypatch)
+    job = tmp_path / "job.yaml"
+    words = ["deploy", "apply", profile, "--target", "slurm", "--yes", "--job", str(job)]
+    assert call(words) == 2
+    assert "can't be read" in capsys.readouterr().err
+    job.write_text(JOB + "trainig: {}\n")
+    assert call(words) == 2
+    assert "did you mean 'training'?" in capsys.readouterr().err
+    job.write_text(JOB + "gpus_per_node: 8\nnum_nodes: 5\n")
+    assert call(words) == 2
+    assert "num_nodes: 5: is more than lab can have: 4" in capsys.readouterr().err
+    assert not (tmp_path / "queued").exists()
 
 
 def test_slurm_gets_script_and_job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from deploy.cluster_profile import Target
 from deploy.kuberay import cluster_objects, job_objects
 from orchestrator.spec.errors import SpecError
 from tests.unit.deploy_profiles import JOB, KUBERNETES, OPEN, profile_of
-from tests.unit.kubernetes_rules import faults
+from tests.unit.kubernetes_rules import cluster_spec, faults, templates
 
 KUBERNETES_TARGETS: tuple[Target, ...] = ("kuberay", "rayjob")
 
@@ -90,7 +91,7 @@ def test_a_value_makes_a_toleration_equal_as_everywhere_in_kubernetes() -> None:
     ]
 
 
-@pytest.mark.parametrize(("target", "longest"), [("kuberay", 53), ("rayjob", 47)])
+@pytest.mark.parametrize(("target", "longest"), [("kuberay", 53), ("rayjob", 38)])
 def test_a_name_that_the_operator_would_refuse_is_refused_here(
     target: Target, longest: int
 ) -> None:
@@ -99,6 +100,40 @@ def test_a_name_that_the_operator_would_refuse_is_refused_here(
     told = problems(fits.replace("name: a", "name: aa"), target)
     assert f"is too long for {target}" in told
     assert f"{longest} characters" in told
+
+
+def test_each_job_is_a_rayjob_of_its_own_and_the_same_text_the_same() -> None:
+    profile = profile_of(KUBERNETES, "rayjob")
+
+    def made(job: str) -> tuple[str, str, str]:
+        ray_job = job_objects(profile, job)[-1]
+        command = templates(ray_job)[0][0]["spec"]["containers"][0]["args"][0]
+        home = re.search(r"deploy.serve (\S+)", command)
+        assert home is not None
+        assert f"deploy.job_runner {home[1]} " in ray_job["spec"]["entrypoint"]
+        namespace = cluster_spec(ray_job)["gcsFaultToleranceOptions"]["externalStorageNamespace"]
+        return ray_job["metadata"]["name"], home[1], namespace
+
+    first, second = made(JOB), made(JOB + "training: {steps: 7}\n")
+    assert made(JOB) == first
+    # Neither name, nor the controller's home, nor Ray's tables are another job's.
+    assert not {*first} & {*second}
+    assert first[1].startswith("/octavo/home/lab-")
+
+
+def test_no_capability_is_given_that_an_ordinary_user_would_not_have_anyway() -> None:
+    for document in documents(KUBERNETES)[-1:]:
+        for template, _ in templates(document):
+            (container,) = template["spec"]["containers"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_heads_shared_memory_leaves_it_the_most_of_its_own() -> None:
+    for memory, size in (("32Gi", "4096Mi"), ("8Gi", "2048Mi")):
+        made = documents(KUBERNETES.replace("memory: 32Gi", f"memory: {memory}"))[-1]
+        volumes = templates(made)[0][0]["spec"]["volumes"]
+        assert {"medium": "Memory", "sizeLimit": size} in [v.get("emptyDir") for v in volumes]
+    assert "head.memory" in problems(KUBERNETES.replace("memory: 32Gi", "memory: 2Gi"))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +146,7 @@ def test_a_name_that_the_operator_would_refuse_is_refused_here(
         ("rdma/hca_shared_devices_a", "rdma/hca:a", "rdma_resource"),
         (", rdma_resource: rdma/hca_shared_devices_a", "", "rdma_resource: is missing"),
         ("rdma: infiniband", "rdma: none", "rdma_resource"),
+        ('gpu: "registry.example.com/octavo:0.1.0-gpu", ', "", "image.gpu: is missing"),
         ("name: h100\n", "name: headgroup\n", "is what Ray calls the head's"),
         ("security:", "kubernetes: {namespace: a.b}\nsecurity:", "kubernetes.namespace"),
         ("home: {size: 20Gi}", "home: {path: /octavo/jobs}", "storage.jobs.path"),

@@ -78,6 +78,8 @@ def test_what_a_target_needs_is_said_before_anything_is_rendered() -> None:
     assert any("head.address: is missing" in p for p in told)
     assert any("names 0 hosts, and the group has 2" in p for p in told)
     assert any("one size" in p for p in problems(KUBERNETES, "slurm"))
+    none = bare.replace("count: 2", "count: 0")
+    assert any("count: 0: is no allocation of Slurm" in p for p in problems(none, "slurm"))
     assert any("redis: {" in p and "is not used by" in p for p in problems(WITH_REDIS, "on-prem"))
     twice = OWN_HOSTS.replace("10.0.0.4", "10.0.0.3")
     assert any("is named twice" in p for p in problems(twice, "systemd"))
