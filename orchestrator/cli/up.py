@@ -13,7 +13,15 @@ from orchestrator.api.client import Client, ClientError, RefusedError
 from orchestrator.cli.close import going_on, stands
 from orchestrator.cli.interrupts import uninterruptible
 from orchestrator.cli.show import USAGE, CommandError, Output, print_json
-from orchestrator.cluster.local import LocalError, Starting, end_host, running_host
+from orchestrator.cluster.local import (
+    AnotherHostError,
+    Host,
+    LocalError,
+    Starting,
+    end_host,
+    host_soon,
+    running_host,
+)
 from orchestrator.home.folder import HOME_VARIABLE, Home, HomeConfig, TokenExposedError
 from orchestrator.home.listening import ListeningError, check_listening
 from orchestrator.home.redis_tables import RedisError, RedisTables
@@ -49,6 +57,7 @@ def bring_up(
     if redis is not None:
         asked["redis"] = None if redis == NO_REDIS else redis
     asked |= listening or {}
+    started = False
     if found is None:
         with _kept_in(home):
             config = home.config().model_copy(update=asked)
@@ -59,25 +68,36 @@ def bring_up(
             starting = Starting(home, wanted, tied=False)
         try:
             starting.wait()
+            found, started = running_host(home), True
+        except AnotherHostError as error:
+            if (found := host_soon(home)) is None:
+                raise CommandError(f"{error}; it isn't ready yet", "try again") from None
         except LocalError as error:
             raise CommandError(str(error)) from None
-        found = running_host(home)
         assert found is not None, "a host writes its record before it says ready"
-    elif slots is not None and found.slots != slots:
-        raise CommandError(f"it runs with {found.slots} slots", CHANGE)
-    elif standby is not None and home.config().standby != standby:
-        now = home.config().standby
-        raise CommandError(f"it runs with {now} standby workers", CHANGE)
-    elif redis is not None and home.config().redis != asked["redis"]:
-        has = f"the Redis {home.config().redis}" if home.config().redis else "no Redis"
-        raise CommandError(f"it runs with {has}", CHANGE)
-    elif any(getattr(home.config(), name) != value for name, value in (listening or {}).items()):
-        raise CommandError(f"it listens at {found.url} otherwise than that", CHANGE)
+    if not started:
+        _check_is_as_asked(found, home.config(), slots, asked)
     if output is Output.json:
         print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})
     else:
         print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
     return 0
+
+
+def _check_is_as_asked(
+    found: Host, config: HomeConfig, slots: int | None, asked: Mapping[str, Any]
+) -> None:
+    """Refuse what a host that runs already would have to be started anew for."""
+    differing = [name for name, value in asked.items() if getattr(config, name) != value]
+    if slots is not None and found.slots != slots:
+        raise CommandError(f"it runs with {found.slots} slots", CHANGE)
+    if "standby" in differing:
+        raise CommandError(f"it runs with {config.standby} standby workers", CHANGE)
+    if "redis" in differing:
+        has = f"the Redis {config.redis}" if config.redis else "no Redis"
+        raise CommandError(f"it runs with {has}", CHANGE)
+    if differing:
+        raise CommandError(f"it listens at {found.url} otherwise than that", CHANGE)
 
 
 def _check_listening(config: HomeConfig) -> None:

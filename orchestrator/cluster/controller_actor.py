@@ -20,6 +20,7 @@ from orchestrator.controller.supervisors import RaySupervisors
 from orchestrator.controller.webhooks import Webhooks
 from orchestrator.home.folder import Home, Server
 from orchestrator.home.listening import Certificate, check_listening
+from orchestrator.home.lock import HomeLock
 from orchestrator.nodes.groups import RayNodeGroups
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
@@ -35,12 +36,17 @@ logger = logging.getLogger(__name__)
 
 START_S = 180.0
 """Seconds until a controller must answer: in a new environment every module is compiled."""
+LOCK_S = 30.0
+"""Seconds that the controller before this one may take to end."""
 CONCURRENCY = 32
 """Calls of supervisors at once; a slow one must not hold up the others."""
 
 
 class ControllerActor:
-    """Serves the home at ``home``; ``supervisor`` replaces the supervisors' class in tests."""
+    """Serves the home at ``home``; ``supervisor`` replaces the supervisors' class in tests.
+
+    Raises HomeTakenError when another controller, on whatever cluster, has that home.
+    """
 
     def __init__(self, home: str, supervisor: type | None = None) -> None:
         import uvicorn
@@ -50,6 +56,9 @@ class ControllerActor:
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         self._home = Home(Path(home))
+        # One that was killed has let go of it already, one that ends does so in a moment.
+        self._lock = HomeLock(self._home, "controller")
+        self._lock.take(LOCK_S)
         config = self._home.config()
         check_listening(config)
         token = self._home.token(create=True)

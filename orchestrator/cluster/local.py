@@ -31,11 +31,14 @@ from typing import IO
 
 from orchestrator.cluster.head import lasting_tables
 from orchestrator.home.folder import Home, replace_file
+from orchestrator.home.lock import HomeLock, HomeTakenError
 from orchestrator.home.redis_tables import PASSWORD_VARIABLE, RAY_VARIABLES, RedisError, RedisTables
 
 START_TIMEOUT_S = 180.0
 """The first start in a new environment compiles every module; later ones take seconds."""
 END_TIMEOUT_S = 20.0
+TAKEN = "taken:"
+"""What a host says in place of ``ready`` when the home has one."""
 SWEEP_S = 3.0
 """Seconds that processes have to end by themselves before they are killed."""
 
@@ -57,6 +60,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 class LocalError(RuntimeError):
     """The host didn't come up."""
+
+
+class AnotherHostError(LocalError):
+    """Somebody else's host has the home, or is about to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,14 @@ def running_host(home: Home) -> Host | None:
     return host if host.alive() else None
 
 
+def host_soon(home: Home, timeout_s: float = START_TIMEOUT_S) -> Host | None:
+    """The host of ``home`` that somebody else starts, once it is ready; None: not in the time."""
+    deadline = time.monotonic() + timeout_s
+    while (found := running_host(home)) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
 class Starting:
     """A host on its way. ``tied``: it ends when this process closes it or dies."""
 
@@ -120,11 +135,14 @@ class Starting:
             )
 
     def wait(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Block until the controller answers; its URL. Raises ``LocalError``."""
+        """Block until the controller answers; its URL. Raises ``LocalError``, and
+        ``AnotherHostError`` where somebody else began to start one before."""
         assert self._process.stdout is not None
         line = _read_line(self._process.stdout, timeout_s)
         if line.startswith("ready "):
             return line.removeprefix("ready ").strip()
+        if line.startswith(TAKEN):
+            raise AnotherHostError(line.removeprefix(TAKEN).strip())
         with contextlib.suppress(OSError):
             self.end()
         text = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
@@ -184,7 +202,13 @@ def _read_line(stream: IO[bytes], timeout_s: float) -> str:
 
 
 def serve(home: Home, slots: int, *, tied: bool) -> None:
-    """Hold Ray and the controller until told to end."""
+    """Hold Ray and the controller until told to end; says so where another host does."""
+    lock = HomeLock(home, "host")
+    try:
+        lock.take()
+    except HomeTakenError as error:
+        print(f"{TAKEN} {error}", flush=True)
+        return
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: ended.set())

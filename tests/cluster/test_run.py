@@ -192,18 +192,25 @@ def test_what_can_not_run_is_told_before_anything_starts(tmp_path: Path) -> None
         assert not out.exists()
 
 
-def test_up_is_idempotent_and_down_ends_it(tmp_path: Path) -> None:
+def test_up_starts_one_host_also_twice_at_once_and_down_ends_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "OCTAVO_HOME": str(tmp_path / "home")}
+
     def octavo(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "OCTAVO_HOME": str(tmp_path / "home")}
         return subprocess.run([*OCTAVO, *words], capture_output=True, text=True, env=environment)
 
-    first = octavo("up", "--slots", "2", "-o", "json")
+    def beside() -> subprocess.Popen[str]:
+        command = [*OCTAVO, "up", "--slots", "2", "-o", "json"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    one, other = beside(), beside()
+    told = [process.communicate(timeout=240)[0] for process in (one, other)]
     try:
-        assert first.returncode == 0, first.stderr
+        assert (one.returncode, other.returncode) == (0, 0)
+        assert json.loads(told[0]) == json.loads(told[1])
         host = psutil.Process(json.loads((tmp_path / "home" / "host.json").read_text())["pid"])
         processes = [host, *host.children(recursive=True)]
         again = octavo("up", "-o", "json")
-        assert json.loads(again.stdout) == json.loads(first.stdout)
+        assert json.loads(again.stdout) == json.loads(told[0])
         assert octavo("up", "--slots", "3").returncode == 1
         never = octavo("submit", str(job_file(tmp_path, slots_per_node=4, parallelism={})))
         assert never.returncode == 0, never.stderr
