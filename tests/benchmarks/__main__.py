@@ -14,6 +14,7 @@ BENCHMARKS = (
     "bench_telemetry",
     "bench_detection",
     "bench_start",
+    "bench_rank_killed",
     "bench_api",
     "bench_fp8_linear",
     "bench_exchange",

@@ -1,10 +1,13 @@
-"""A step inside Octavo with everything on, against the plain script under torchrun.
+"""A step inside Octavo with everything on, against the same training by what starts plain scripts.
 
     python -m tests.benchmarks.bench_overhead [--rounds 3] [--steps 240] [--layouts 2x2 1x1]
+        [--sides octavo torchrun deepspeed ray_train] [--folder runs/peers] [--out DIR]
 
 The demo's model without its drill: telemetry every step, snapshots, detectors, store, W&B
-offline and standby workers on one side, nothing of that on the other. The sides take turns;
-each round gives a ratio of medians. Both must show the same losses to the bit.
+offline and standby workers on one side; on the others the plain script under torchrun and under
+DeepSpeed's launcher, and its loop as a TorchTrainer's training function, with nothing of that. The
+sides take turns; each round gives ratios of medians to torchrun's. All must show the same losses to
+the bit.
 
 A layout is pipeline x data. On two cores the demo's 2x2 leaves no core free: all that Octavo
 does beside training takes its time from a rank, which is the worst that can be. 1x1 leaves it a
@@ -14,26 +17,125 @@ core, as a node does whose ranks compute on devices.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from orchestrator.spec.job import JobSpec, load_spec
-from tests.benchmarks.sides import ROOT, cluster, under_octavo, under_torchrun
+from tests.benchmarks.peers.environments import (
+    FOLDER,
+    Environment,
+    Unavailable,
+    environment_of,
+)
+from tests.benchmarks.peers.processes import ROOT
+from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
+from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_most, measured, report
+from tests.benchmarks.sides import (
+    Run,
+    cluster,
+    under_deepspeed,
+    under_octavo,
+    under_ray_train,
+    under_torchrun,
+)
+
+PLAIN, RAY_TRAIN = "torchrun", "ray_train"
+SIDES = (OCTAVO, PLAIN, "deepspeed", RAY_TRAIN)
+AIM = at_most(1.02)
+ROUNDS, STEPS, LAYOUTS = 3, 240, ("2x2", "1x1")
 
 
 def main() -> None:
-    """Print a line a round, then the median ratio."""
-    compare_layouts(_compare, rounds=3)
+    """Print a line a turn, then the table."""
+    parser = argparse.ArgumentParser()
+    _add_numbers(parser, ROUNDS)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the peers' environments")
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    ray_train: Environment | Unavailable | None = None
+    if RAY_TRAIN in arguments.sides:
+        ray_train = environment_of(RAY_TRAIN, arguments.folder.resolve())
+    rows = []
+    for layout in arguments.layouts:
+        spec = on_layout(layout, arguments.steps)
+        rows += _compared(layout, spec, arguments.rounds, arguments.sides, ray_train)
+    left_out = {RAY_TRAIN: ray_train.reason} if isinstance(ray_train, Unavailable) else {}
+    seconds = time.monotonic() - began
+    report("bench_overhead", rows, arguments.out, seconds=seconds, left_out=left_out)
+
+
+def _compared(
+    layout: str,
+    spec: JobSpec,
+    rounds: int,
+    names: Sequence[str],
+    ray_train: Environment | Unavailable | None,
+) -> list[Result]:
+    """The rows of one layout."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        sides: dict[str, Callable[[], Run]] = {
+            OCTAVO: partial(_octavo, spec, place),
+            PLAIN: partial(under_torchrun, spec, place),
+            "deepspeed": partial(under_deepspeed, spec, place),
+        }
+        if isinstance(ray_train, Environment):
+            sides[RAY_TRAIN] = partial(under_ray_train, spec, place, ray_train)
+
+        def tell(turn: int, side: str, found: Run | Failed) -> None:
+            what = (
+                found.why if isinstance(found, Failed) else f"{1000 * found.step_s:.1f} ms a step"
+            )
+            print(f"{layout}, round {turn}, {side}: {what}", flush=True)
+
+        chosen = {name: side for name, side in sides.items() if name in names}
+        told = take_turns(chosen, rounds, tell)
+    setting = f"demo model, {layout}"
+    rows = []
+    for side, found in told.items():
+        counts = {"side": side, "failures": failures(found), "hangs": hangs(found)}
+        steps = [run.step_s for run in values(found)]
+        rows.append(measured("a step", setting, steps, "s", **counts))
+        if side == PLAIN or PLAIN not in told:
+            continue
+        pairs = [
+            (run, plain)
+            for run, plain in zip(found, told[PLAIN], strict=True)
+            if isinstance(run, Run) and isinstance(plain, Run)
+        ]
+        ratios = [run.step_s / plain.step_s for run, plain in pairs]
+        differing = [
+            sum(a != b for a, b in zip(run.losses, plain.losses, strict=True))
+            for run, plain in pairs
+        ]
+        aim, equal = (AIM, at_most(0)) if side == OCTAVO else (None, None)
+        rows.append(measured("a step over torchrun's", setting, ratios, "×", aim=aim, **counts))
+        name = "steps of another loss than torchrun's"
+        rows.append(measured(name, setting, differing, "", aim=equal, **counts))
+    return rows
+
+
+def _octavo(spec: JobSpec, folder: Path) -> Run:
+    assert spec.slots_per_node is not None
+    with cluster(folder / "home", slots=spec.slots_per_node) as client:
+        return under_octavo(client, spec)
+
+
+def _add_numbers(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="PxD")
 
 
 def compare_layouts(compare: Callable[[str, int, int], None], rounds: int) -> None:
     """``compare(layout, rounds, steps)`` for each layout that the command line asks for."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--layouts", nargs="+", default=["2x2", "1x1"], metavar="PxD")
+    _add_numbers(parser, rounds)
     arguments = parser.parse_args()
     for layout in arguments.layouts:
         compare(layout, arguments.rounds, arguments.steps)
@@ -55,28 +157,6 @@ def on_layout(layout: str, steps: int) -> JobSpec:
             ),
             "drills": (),
         }
-    )
-
-
-def _compare(layout: str, rounds: int, steps: int) -> None:
-    spec = on_layout(layout, steps)
-    assert spec.slots_per_node is not None
-    ratios = []
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
-            with cluster(Path(folder) / "home", slots=spec.slots_per_node) as client:
-                ours = under_octavo(client, spec)
-            plain = under_torchrun(spec, Path(folder))
-            ratios.append(ours.step_s / plain.step_s)
-            same = "equal to the bit" if ours.losses == plain.losses else "DIFFERENT"
-            print(
-                f"{layout}: octavo {1000 * ours.step_s:.1f} ms, torchrun "
-                f"{1000 * plain.step_s:.1f} ms a step: {ratios[-1]:.3f}; losses {same}",
-                flush=True,
-            )
-    print(
-        f"{layout}: step, octavo / torchrun: median {statistics.median(ratios):.3f} "
-        f"of {len(ratios)}"
     )
 
 

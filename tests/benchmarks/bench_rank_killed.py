@@ -33,6 +33,7 @@ from tests.benchmarks.peers.jobs import LAYOUT, planned_fault, recorded_job
 from tests.benchmarks.peers.judging import final_difference, losses
 from tests.benchmarks.peers.runs import SideRun, run_side
 from tests.benchmarks.peers.sides import SIDES, Side, available
+from tests.benchmarks.peers.turns import rotated
 from tests.benchmarks.results import (
     OCTAVO,
     Result,
@@ -67,7 +68,7 @@ def main() -> None:
     kept = Rows(arguments.kept)
     with tempfile.TemporaryDirectory() as folder:
         for turn in (None, *range(arguments.rounds)):
-            for side in _rotated(sides, turn or 0):
+            for side in rotated(sides, turn or 0):
                 key = _key(side.name, arguments.steps, arguments.seed, turn)
                 if key not in kept:
                     run = _run(side, turn, arguments.steps, arguments.seed, Path(folder))
@@ -91,12 +92,6 @@ def main() -> None:
 def _run(side: Side, turn: int | None, steps: int, seed: int, folder: Path) -> SideRun:
     planned = None if turn is None else planned_fault(seed, turn, steps=steps, world=WORLD)
     return run_side(side, recorded_job(steps), folder / f"{side.name}-{turn}", planned)
-
-
-def _rotated(sides: Sequence[Side], turn: int) -> list[Side]:
-    """Whoever is first has the machine as the round before left it."""
-    first = turn % len(sides) if sides else 0
-    return [*sides[first:], *sides[:first]]
 
 
 def _key(side: str, steps: int, seed: int, turn: int | None) -> str:

@@ -1,9 +1,11 @@
-"""From submit to the end of the first step: cold, with standby workers, and torchrun's.
+"""From submit to the end of the first step, cold and warm, against torchrun and Ray Train.
 
-    python -m tests.benchmarks.bench_start [--rounds 3]
+    python -m tests.benchmarks.bench_start [--rounds 3] [--folder runs/peers] [--out DIR]
 
-The demo's model and layout. cold: a running controller, no worker; standby: `octavo up
---standby 4`, its workers imported; torchrun: the plain script, from its command.
+The demo's model and layout. Octavo cold: a running controller, no worker; warm: `octavo up
+--standby 4`, its workers imported; both from the submission. Ray Train: TorchTrainer on a Ray that
+runs already, from ``fit()``, its driver imported. torchrun: the plain script, from its command;
+there is nothing that would run before. Sides take turns.
 """
 
 from __future__ import annotations
@@ -12,37 +14,115 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from orchestrator.spec.job import load_spec
-from tests.benchmarks.sides import ROOT, cluster, under_octavo, under_torchrun
+from orchestrator.spec.job import JobSpec, load_spec
+from tests.benchmarks.peers.environments import (
+    FOLDER,
+    Environment,
+    Unavailable,
+    environment_of,
+)
+from tests.benchmarks.peers.processes import ROOT
+from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
+from tests.benchmarks.results import (
+    OCTAVO,
+    Result,
+    add_arguments,
+    at_least,
+    at_most,
+    measured,
+    report,
+)
+from tests.benchmarks.sides import cluster, ray_of, under_octavo, under_ray_train, under_torchrun
 
 IMPORTS_S = 40.0
 """Seconds after which four standby workers on two cores have done their imports."""
+RANKS = 4
+COLD, WARM, TORCHRUN, RAY_TRAIN = "octavo, cold", "octavo, standby", "torchrun", "ray_train"
+START = "submit to the end of the first step"
 
 
 def main() -> None:
-    """Print a line a round, then medians and ratios."""
+    """Print a line a turn, then medians and ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the peers' environments")
+    add_arguments(parser)
     arguments = parser.parse_args()
+    began = time.monotonic()
     demo = load_spec(ROOT / "deploy/jobs/demo.yaml")
     training = demo.training.model_copy(update={"steps": 3, "warmup_steps": 0})
     spec = demo.model_copy(update={"training": training, "drills": ()})
-    rows = []
+    peer = environment_of(RAY_TRAIN, arguments.folder.resolve())
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(arguments.rounds):
-            with cluster(Path(folder) / "home", slots=4) as client:
-                cold = under_octavo(client, spec).first_step_s
-            with cluster(Path(folder) / "home", slots=4, standby=4) as client:
-                time.sleep(IMPORTS_S)
-                warm = under_octavo(client, spec).first_step_s
-            plain = under_torchrun(spec, Path(folder)).first_step_s
-            rows.append((cold, warm, plain))
-            print(f"cold {cold:.1f} s, standby {warm:.1f} s, torchrun {plain:.1f} s", flush=True)
-    cold, warm, plain = (statistics.median(column) for column in zip(*rows, strict=True))
-    print(f"submit to first step: cold {cold:.1f} s, standby {warm:.1f} s, torchrun {plain:.1f} s")
-    print(f"cold / torchrun {cold / plain:.2f}, standby / torchrun {warm / plain:.2f}")
+        sides: dict[str, Callable[[], float]] = {
+            COLD: partial(_octavo, spec, Path(folder), standby=0),
+            WARM: partial(_octavo, spec, Path(folder), standby=RANKS),
+            TORCHRUN: lambda: under_torchrun(spec, Path(folder)).first_step_s,
+        }
+        if isinstance(peer, Environment):
+            sides[RAY_TRAIN] = partial(_ray_train, spec, Path(folder), peer)
+        told = take_turns(sides, arguments.rounds, _tell)
+    rows = [
+        measured(
+            _name(START, side),
+            "demo model, 2x2",
+            values(found),
+            "s",
+            side=_who(side),
+            failures=failures(found),
+            hangs=hangs(found),
+        )
+        for side, found in told.items()
+    ]
+    left_out = {peer.name: peer.reason} if isinstance(peer, Unavailable) else {}
+    rows += _ratios(told)
+    seconds = time.monotonic() - began
+    report("bench_start", rows, arguments.out, seconds=seconds, left_out=left_out)
+
+
+def _octavo(spec: JobSpec, folder: Path, standby: int) -> float:
+    with cluster(folder / "home", slots=RANKS, standby=standby) as client:
+        if standby:
+            time.sleep(IMPORTS_S)
+        return under_octavo(client, spec).first_step_s
+
+
+def _ray_train(spec: JobSpec, folder: Path, peer: Environment) -> float:
+    with ray_of(peer, folder, slots=RANKS) as joined:
+        return under_ray_train(spec, folder, peer, joined).first_step_s
+
+
+def _tell(turn: int, side: str, found: float | Failed) -> None:
+    what = found.why if isinstance(found, Failed) else f"{found:.1f} s"
+    print(f"round {turn}, {side}: {what}", flush=True)
+
+
+def _ratios(told: dict[str, list[float | Failed]]) -> list[Result]:
+    """Of the medians: cold over each peer's, and each peer's over the warm one's."""
+    medians = {side: statistics.median(good) for side, of in told.items() if (good := values(of))}
+    rows = []
+    for peer in (TORCHRUN, RAY_TRAIN):
+        if peer in medians and COLD in medians:
+            aim = at_most(1.0) if peer == RAY_TRAIN else None
+            ratio = [medians[COLD] / medians[peer]]
+            rows.append(measured(f"start, cold, over {peer}'s", "the same", ratio, "×", aim=aim))
+        if peer in medians and WARM in medians:
+            ratio = [medians[peer] / medians[WARM]]
+            name = f"start of {peer} over standby's"
+            rows.append(measured(name, "the same", ratio, "×", aim=at_least(3.0)))
+    return rows
+
+
+def _who(side: str) -> str:
+    return OCTAVO if side in (COLD, WARM) else side
+
+
+def _name(what: str, side: str) -> str:
+    return f"{what}, {side.removeprefix('octavo, ')}" if _who(side) == OCTAVO else what
 
 
 if __name__ == "__main__":

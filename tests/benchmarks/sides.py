@@ -103,16 +103,30 @@ def under_deepspeed(spec: JobSpec, folder: Path) -> Run:
     return _plain(launcher, spec, folder, {"DS_ACCELERATOR": "cpu"})
 
 
-def under_ray_train(spec: JobSpec, folder: Path, peer: Environment, address: str = "local") -> Run:
+@dataclass(frozen=True, slots=True)
+class RunningRay:
+    """A Ray that drivers may join."""
+
+    address: str
+    token: str
+
+
+def under_ray_train(
+    spec: JobSpec, folder: Path, peer: Environment, joined: RunningRay | None = None
+) -> Run:
     """The same loop as a TorchTrainer's training function, from ``fit()``. Raises SideError.
 
-    ``address``: of a Ray that runs already, or ``local`` for one of its own.
+    ``joined``: a Ray that runs already; None: the driver's own.
     """
     file, out = _files(spec, folder)
     driver = str(ROOT / "tests/benchmarks/peers/ray_train_driver.py")
     command = [peer.command("python"), driver, str(file), "--workers", str(spec.slots_per_node)]
     command += ["--storage", str(folder / "storage"), "--every", "0", "--out", str(out)]
-    run_to_end([*command, "--address", address], folder / "log.txt", LIMIT_S, RAY_TRAIN)
+    env = RAY_TRAIN
+    if joined is not None:
+        command += ["--address", joined.address]
+        env = {**env, **_token(joined.token)}
+    run_to_end(command, folder / "log.txt", LIMIT_S, env)
     told = json.loads(out.read_text())
     return _run(told["began"], [row[0] for row in told["rows"]], [row[1] for row in told["rows"]])
 
@@ -127,8 +141,8 @@ RAY_TRAIN = {
 
 
 @contextlib.contextmanager
-def ray_of(peer: Environment, folder: Path, slots: int) -> Iterator[str]:
-    """A Ray of the peer's own for drivers to join, as a cluster would be there; its address."""
+def ray_of(peer: Environment, folder: Path, slots: int) -> Iterator[RunningRay]:
+    """A Ray of the peer's own for drivers to join, as a cluster would be there."""
     mark = new_mark()
     port = free_port()
     command = [peer.command("ray"), "start", "--head", "--port", str(port), "--num-cpus"]
@@ -143,12 +157,16 @@ def ray_of(peer: Environment, folder: Path, slots: int) -> Iterator[str]:
                     check=True,
                     stdout=log,
                     stderr=log,
-                    env=environment(mark, RAY_TRAIN),
+                    env=environment(mark, {**RAY_TRAIN, **_token(mark)}),
                     timeout=COMMAND_S,
                 )
-            yield f"127.0.0.1:{port}"
+            yield RunningRay(f"127.0.0.1:{port}", mark)
         finally:
             end_all(mark)
+
+
+def _token(token: str) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
 def _plain(
