@@ -18,7 +18,7 @@ from pathlib import Path
 from deploy.cluster_profile import CLOUDS, KUBERNETES, ClusterProfile, Target
 from deploy.container import CLOUD_MODULES
 from deploy.rendered import Rendered, write
-from deploy.systemd import HEAD_UNIT, TOKEN, node_unit
+from deploy.systemd import HEAD_UNIT, node_unit, token_file
 from orchestrator.cli.show import UNREACHABLE, USAGE, CommandError
 
 KUBECTL_S = 120.0
@@ -136,8 +136,8 @@ def _by_hand(profile: ClusterProfile) -> str:
         f"  the user, where it isn't there: useradd --create-home {user}",
         f"  Octavo in {profile.hosts.environment}, the same release everywhere",
         f"  {jobs}: a shared file system; install -d -o {user} -g {user} {jobs}",
-        f"  Ray's token (ray get-auth-token --generate, once), the same everywhere, 0600: {TOKEN}, "
-        f"and for `octavo doctor` ~{user}/.ray/auth_token",
+        f"  Ray's token (ray get-auth-token --generate, once), the same everywhere, 0600: "
+        f"{token_file(profile)}, and for `octavo doctor` ~{user}/.ray/auth_token",
         f"on {head}: install -d -o {user} -g {user} -m 700 {home}",
         "then the units:",
         f"  {head}: units/{HEAD_UNIT} to /etc/systemd/system, `systemctl daemon-reload`, "

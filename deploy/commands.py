@@ -12,6 +12,7 @@ that is run has a time-out. Imports nothing heavy: every `octavo` imports it.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -157,6 +158,7 @@ def _rendered(
     from deploy.cluster_profile import TARGETS
     from deploy.profile_file import load_profile
     from deploy.targets import render as render_target
+    from deploy.used_keys import notes
     from orchestrator.spec.errors import nearest
 
     word = next((known for known in TARGETS if known == target), None)
@@ -172,6 +174,8 @@ def _rendered(
         if wanted not in ("rayjob", "slurm"):
             raise CommandError(f"--job means nothing for {wanted}", "leave it out", USAGE)
         text = _job_text(job, checked, wanted)
+    for note in notes(checked, wanted):
+        print(f"octavo deploy: {note}", file=sys.stderr)
     return checked, wanted, render_target(checked, wanted, text)
 
 

@@ -73,6 +73,13 @@ def check_profile(profile: ClusterProfile) -> Iterator[Finding]:
     if network.rdma == "none" and network.rdma_resource is not None:
         told = "is a device that `rdma: none` tells NCCL not to use"
         yield Finding(("network", "rdma_resource"), told, "take one of the two away")
+    if security.plain_http and (security.tls_cert or security.tls_secret):
+        told = "contradicts the TLS that is given too"
+        yield Finding(("security", "plain_http"), told, "take one of the two away")
+    if security.allow_namespaces and _valid(security.listen) and on_loopback(security.listen):
+        told = f"lets nobody in: the API listens on {security.listen} alone"
+        remedy = "give `listen: 0.0.0.0` and TLS, or use `kubectl port-forward`"
+        yield Finding(("security", "allow_namespaces"), told, remedy)
     try:
         ipaddress.ip_address(security.listen)
     except ValueError:

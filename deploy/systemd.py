@@ -17,6 +17,12 @@ GRACE_S = 180
 TOKEN = "/etc/octavo/ray-token"
 
 
+def token_file(profile: ClusterProfile) -> str:
+    """Where Ray's token is on each host; a path below somebody's home is not the service's."""
+    given = profile.security.ray_token_file
+    return given if given.startswith("/") else TOKEN
+
+
 def node_unit(group: NodeGroup) -> str:
     """The unit's name for hosts of a group."""
     return f"octavo-node-{group.name}.service"
@@ -88,7 +94,7 @@ StartLimitIntervalSec=0
 User={profile.hosts.user}
 UMask=0077
 ExecStart={command}
-LoadCredential=ray-token:{TOKEN}
+LoadCredential=ray-token:{token_file(profile)}
 Environment=RAY_AUTH_TOKEN_PATH=%d/ray-token
 Environment=OCTAVO_HOME={profile.storage.home.path}
 Environment=PATH={profile.hosts.environment}/bin:/usr/local/bin:/usr/bin:/bin

@@ -6,11 +6,14 @@ pure; the same profile gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from deploy import container, kuberay, launcher, slurm, systemd
 from deploy.cluster_profile import ClusterProfile, Target
 from deploy.rendered import Rendered, yaml_text
+from deploy.used_keys import notes
 
 RENDERED = "Rendered by `octavo deploy`; change cluster.yaml and render it again.\n"
 Renderer = Callable[[ClusterProfile, str], list[Rendered]]
@@ -18,8 +21,16 @@ Renderer = Callable[[ClusterProfile, str], list[Rendered]]
 
 
 def render(profile: ClusterProfile, target: Target, job: str = "") -> list[Rendered]:
-    """The target's files."""
-    return RENDERERS[target](profile, job)
+    """The target's files, each with what somebody should know who reads it."""
+    return [_noted(file, notes(profile, target)) for file in RENDERERS[target](profile, job)]
+
+
+def _noted(file: Rendered, told: Sequence[str]) -> Rendered:
+    """``told`` below the first line that every file has."""
+    lines = [line for note in told for line in textwrap.wrap(note, 97, break_on_hyphens=False)]
+    first = f"# {RENDERED}"
+    below = first + "".join(f"# {line}\n" for line in lines)
+    return replace(file, text=file.text.replace(first, below, 1))
 
 
 def _kuberay(profile: ClusterProfile, job: str) -> list[Rendered]:

@@ -150,6 +150,8 @@ def test_the_heads_shared_memory_leaves_it_the_most_of_its_own() -> None:
         ("name: h100\n", "name: headgroup\n", "is what Ray calls the head's"),
         ("security:", "kubernetes: {namespace: a.b}\nsecurity:", "kubernetes.namespace"),
         ("home: {size: 20Gi}", "home: {path: /octavo/jobs}", "storage.jobs.path"),
+        ("security: {", "security: {allow_namespaces: [research], ", "lets nobody in"),
+        ("security: {", "security: {plain_http: true, tls_secret: x, ", "contradicts the TLS"),
         ("home: {size: 20Gi}", "home: {path: '/a:b'}", "storage.home.path"),
     ],
 )

@@ -161,6 +161,18 @@ def test_a_redis_is_asked_for_by_the_head_alone() -> None:
     assert "--head -- " in head.text
 
 
+def test_a_unit_takes_rays_token_from_where_the_profile_says() -> None:
+    for text, path in (
+        (WITH_REDIS, "/etc/octavo/ray-token"),
+        (
+            WITH_REDIS.replace("security: {", "security: {ray_token_file: /srv/token, "),
+            "/srv/token",
+        ),
+    ):
+        for unit in rendered("systemd", text):
+            assert f"LoadCredential=ray-token:{path}\n" in unit.text
+
+
 def test_files_that_are_the_same_are_not_written_again(tmp_path: Path) -> None:
     files = [Rendered("a", "1\n"), Rendered("b.sh", "2\n", executable=True)]
     assert [d.name for d in differences(files, tmp_path)] == ["a", "b.sh"]
