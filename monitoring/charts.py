@@ -34,6 +34,13 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
+def whole(value: float) -> str:
+    """A number of which all digits before the point matter, as tokens a second: ``102,044``."""
+    if not math.isfinite(value) or abs(value) < 1000:
+        return short(value)
+    return f"{value:,.0f}"
+
+
 def ticks(low: float, high: float, about: int) -> list[float]:
     """Round values within [low, high], roughly ``about`` of them."""
     if not high > low:

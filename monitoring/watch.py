@@ -7,8 +7,7 @@ runs is never read as markup. Fits any width from 40 columns.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -16,12 +15,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from monitoring.amax import split_name, worst_by_headroom
-from monitoring.charts import duration, short
+from monitoring.charts import duration, short, whole
+from monitoring.clock import clock, day, zone
 from monitoring.detectors.baseline import median
 from monitoring.episodes import Episode, episodes
 from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
+from monitoring.summary import tally
+from monitoring.watch_layers import layer_bars, precision_lines, visible
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 8
@@ -30,8 +31,10 @@ LAST_EVENTS, MOST_EVENTS = 5, 10
 """Events shown on a terminal of few lines, and of many."""
 MOST_LINES = 22
 """Below the head, where nobody says how high the terminal is."""
-BAR_WIDTH = 16
-BAR_OCTAVES = 4.0
+ROUTINE = frozenset({"checkpoint_written"})
+"""Events that come again and again while all is well."""
+GRAPH_WIDTH = 8
+"""Columns of a graph at least."""
 RECENT_STEPS = 50
 """Steps whose median time makes the ETA."""
 
@@ -50,30 +53,67 @@ def watch_panel(view: JobView, width: int, height: int | None = None) -> Rendera
     so few that something has to be left out."""
     inner = max(36, width - 4)
     kept, _ = split_steps(view)
-    head: list[RenderableType] = [_progress(view, kept, inner)]
-    head += [line for line in (_ranks(view, inner), _nodes(view, inner)) if line is not None]
-    if kept:
-        head += [_loss(kept, inner), _pace(kept, inner), _now(kept[-1], inner)]
-    events = _events(view, inner, MOST_EVENTS)
+    head = _head(view, kept, inner, None if height is None else max(3, height - 6))
     free = MOST_LINES if height is None else max(4, height - len(head) - 2)
     # Each part has a line between it and the one above. What happened comes first, then the
     # layers that are in trouble, then all others'.
-    told = events[-min(len(events), LAST_EVENTS if free < 24 else MOST_EVENTS, max(1, free - 1)) :]
+    most = min(LAST_EVENTS if free < 24 else MOST_EVENTS, max(1, free - 1))
+    told = _told(view, most)
     free -= len(told) + 1
     parts = list(head)
     if kept:
-        bars = _headroom(view, kept[-1], inner, min(MOST_BARS, max(free - 6, min(2, free - 2))))
+        bars = layer_bars(view, kept, inner, min(MOST_BARS, max(free - 6, min(2, free - 2))))
         free -= len(bars) + 1
         parts += [Text(), *bars] if bars else []
-        grid = _precision(kept[-1], inner, free - 1)
+        grid = precision_lines(kept[-1], inner, free - 1)
         parts += [Text(), *grid] if grid else []
-    parts += [Text(), *told] if told else []
+    parts += [Text(), *_events(told, inner)] if told else []
     style = STATE_STYLE.get(view.state, "cyan")
-    title = Text.assemble((_visible(view.job), "bold"), "  ", (_visible(view.state), style))
+    title = Text.assemble((visible(view.job), "bold"), "  ", (visible(view.state), style))
     absent = float(view.extra.get("absent_s") or 0.0)
     if absent > 0:
         title.append(f"  the controller doesn't answer, for {duration(absent)}", "bold red")
-    return Panel(Group(*parts), title=title, title_align="left", width=max(40, width))
+    below = Text(f"times in {zone(told[-1][0])}", "dim") if told else None
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        subtitle=below,
+        subtitle_align="right",
+        width=max(40, width),
+    )
+
+
+def _head(
+    view: JobView, kept: Sequence[StepRecord], width: int, most: int | None
+) -> list[RenderableType]:
+    """What is said of the whole job, in at most that many lines."""
+    lines: list[tuple[int, RenderableType | None]] = [
+        (0, _progress(view, kept, width)),
+        (5, _ranks(view, width)),
+        (7, _nodes(view, width)),
+    ]
+    if kept:
+        lines += [
+            (1, _loss(kept, width)),
+            (4, _pace(kept, width)),
+            (6, _now(kept[-1], width)),
+        ]
+    lines += [(3, _so_far(view, width)), (2, _why(view, width))]
+    there = [line for line in lines if line[1] is not None]
+    # The first number says what goes last, where there is little room.
+    limit = sorted(rank for rank, _ in there)[: len(there) if most is None else most][-1]
+    return [line for rank, line in there if rank <= limit and line is not None]
+
+
+def _why(view: JobView, width: int) -> RenderableType | None:
+    """Why a job that goes no further doesn't."""
+    reason = visible(str(view.extra.get("reason") or ""))
+    if view.state not in ("paused", "failed", "cancelled") or not reason:
+        return None
+    line = Text(reason, STATE_STYLE[view.state], no_wrap=True, overflow="ellipsis")
+    line.truncate(width, overflow="ellipsis")
+    return line
 
 
 def plain_line(record: StepRecord) -> str:
@@ -83,7 +123,7 @@ def plain_line(record: StepRecord) -> str:
         f"loss {_fixed(record.loss, 4)}",
         f"grad norm {short(record.grad_norm)}",
         f"lr {record.lr:.2e}",
-        f"{short(_tokens_per_s(record))} tokens/s",
+        f"{whole(_tokens_per_s(record))} tokens/s",
     ]
     if record.high_precision_layers:
         parts.append(f"{len(record.high_precision_layers)} linears in BF16")
@@ -125,26 +165,48 @@ def eta_s(view: JobView, kept: Sequence[StepRecord]) -> float | None:
     return left * median(recent) if left > 0 else None
 
 
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """As many of ``parts`` as fit, from the first on. None is cut: its number would be another."""
+    shown = ""
+    for part in parts:
+        longer = f"{shown}  {part}" if shown else part
+        if len(longer) > width:
+            break
+        shown = longer
+    return shown
+
+
+def _beside(drawn: Callable[[int], str], parts: Sequence[str], width: int, style: str) -> Text:
+    """A small graph with words beside it; ``drawn``: of so many columns."""
+    label = _fitting(parts, width - GRAPH_WIDTH - 2) or _fitting(parts, width)
+    room = width - len(label) - 2
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if room >= GRAPH_WIDTH:
+        line.append(drawn(room), style).append("  ")
+    return line.append(label, "bold")
+
+
 def _progress(view: JobView, kept: Sequence[StepRecord], width: int) -> RenderableType:
     total = view.section("training", "steps")
     done = kept[-1].step + 1 if kept else 0
     if not isinstance(total, int):
         return Text(f"{done} steps")
     left = eta_s(view, kept)
-    eta = f"{duration(left)} left" if left is not None else ""
-    label = f"{done}/{total} steps" + (f"  {eta}" if eta else "")
-    bar = ProgressBar(total=total, completed=done, width=max(8, width - len(label) - 2))
+    parts = [f"{done}/{total} steps"] + ([f"{duration(left)} left"] if left is not None else [])
+    label = _fitting(parts, width - GRAPH_WIDTH - 2) or _fitting(parts, width)
+    room = width - len(label) - 2
+    if room < GRAPH_WIDTH:
+        return Text(label)
     row = Table.grid(padding=(0, 2, 0, 0))
-    row.add_row(bar, Text(label, no_wrap=True))
+    row.add_row(ProgressBar(total=total, completed=done, width=room), Text(label, no_wrap=True))
     return row
 
 
 def _loss(kept: Sequence[StepRecord], width: int) -> RenderableType:
     losses = [r.loss for r in kept]
     best = min((x for x in losses if math.isfinite(x)), default=math.nan)
-    label = f"loss {_fixed(losses[-1], 4)}  best {_fixed(best, 4)}"
-    line = sparkline(losses, max(8, width - len(label) - 2))
-    return Text.assemble((line, "cyan"), "  ", (label, "bold"), no_wrap=True)
+    parts = [f"loss {_fixed(losses[-1], 4)}", f"best {_fixed(best, 4)}"]
+    return _beside(lambda room: sparkline(losses, room), parts, width, "cyan")
 
 
 def _now(record: StepRecord, width: int) -> RenderableType:
@@ -165,10 +227,29 @@ def _now(record: StepRecord, width: int) -> RenderableType:
 def _pace(kept: Sequence[StepRecord], width: int) -> RenderableType:
     """Throughput of the newest steps."""
     speeds = [_tokens_per_s(record) for record in kept]
-    label = f"tokens/s {short(speeds[-1])}  median {short(median(speeds[-RECENT_STEPS:]))}"
-    room = max(8, width - len(label) - 2)
-    line = sparkline(speeds[-4 * room :], room)
-    return Text.assemble((line, "blue"), "  ", (label, "bold"), no_wrap=True)
+    parts = [f"tokens/s {whole(speeds[-1])}", f"median {whole(median(speeds[-RECENT_STEPS:]))}"]
+    return _beside(lambda room: sparkline(speeds[-4 * room :], room), parts, width, "blue")
+
+
+def _so_far(view: JobView, width: int) -> RenderableType | None:
+    """What recovery came to, so that who looks an hour later sees that there was any."""
+    if not view.incidents and not view.actions:
+        return None
+    totals = tally(view)
+    troubles = {(i.get("attempt"), i.get("timeline"), i["step"]) for i in view.incidents}
+    found = (
+        (len(troubles), "trouble"),
+        (totals.rollbacks, "rollback"),
+        (totals.restarts, "restart"),
+        (totals.steps_lost, "step"),
+    )
+    parts = [f"{number} {word}{'s' * (number != 1)}" for number, word in found if number]
+    if totals.steps_lost:
+        parts[-1] += " lost"
+    if not parts:
+        return None
+    label = _fitting([f"so far {parts[0]}", *parts[1:]], width)
+    return Text.assemble(("so far ", "dim"), label.removeprefix("so far "))
 
 
 def _ranks(view: JobView, width: int) -> RenderableType | None:
@@ -197,109 +278,44 @@ def _nodes(view: JobView, width: int) -> RenderableType | None:
     line.append("nodes ", "dim").append(str(len(nodes)))
     for node in nodes:
         use = "spare" if node.get("spare") else f"{node['slots']} ranks"
-        line.append(f"  {_visible(str(node['node_ip']))} ").append(use, "dim")
+        line.append(f"  {visible(str(node['node_ip']))} ").append(use, "dim")
     line.truncate(width, overflow="ellipsis")
     return line
 
 
-def _headroom(view: JobView, record: StepRecord, width: int, most: int) -> list[RenderableType]:
-    """A bar each for the layers nearest to their format's maximum, by their worst operand."""
-    fp8_format = str(view.section("fp8", "format") or "HYBRID")
-    away = record.high_precision_layers
-    worst = worst_by_headroom(record.tensors, len(record.tensors), fp8_format, away)
-    by_layer: dict[str, tuple[str, float]] = {}
-    for name, room in worst:
-        by_layer.setdefault(split_name(name)[0], (name, room))
-        if len(by_layer) >= most:
+def _told(view: JobView, most: int) -> list[tuple[float, str, str]]:
+    """(time, words, style) of the last few things that happened, by time.
+
+    Of what comes again and again the newest alone is told, and the newest trouble always is.
+    """
+    told: list[tuple[float, str, str]] = []
+    seen: set[str] = set()
+    for event in reversed(view.events):
+        kind = str(event.get("kind"))
+        if kind in ROUTINE and kind in seen:
+            continue
+        seen.add(kind)
+        told.append((float(event["time"]), str(event["message"]), ""))
+        if len(told) >= most:
             break
-    shown = list(by_layer.values())[: max(0, most)]
-    if not shown:
-        return []
-    rows: list[RenderableType] = [Text("layers nearest to the FP8 maximum", "dim")]
-    names = max(len(name) for name, _ in shown)
-    bar = max(0, min(BAR_WIDTH, width - names - 18))
-    for name, room in shown:
-        clamped = record.tensors[name].saturated_pct
-        style = "red" if clamped >= 1 else "yellow" if clamped >= 0.1 else "green"
-        # Full at the maximum, empty from BAR_OCTAVES below it.
-        full = round(bar * min(1.0, max(0.0, 1.0 - room / BAR_OCTAVES)))
-        line = Text(no_wrap=True, overflow="ellipsis")
-        if clamped >= 0.1:
-            line.append(f"{clamped:5.1f} % clamped ", style)
-        else:
-            line.append(f"{room:+5.1f} octaves   ", style)
-        line.append("█" * full, style).append("·" * (bar - full), "dim")
-        line.append(_visible(f" {name}" if bar else name))
-        line.truncate(width, overflow="ellipsis")
-        rows.append(line)
-    return rows
-
-
-def _precision(record: StepRecord, width: int, most: int) -> list[RenderableType]:
-    """A letter each for all linears, 8 in FP8 and B in BF16, block by block."""
-    away = record.high_precision_layers
-    layers = dict.fromkeys([*(split_name(name)[0] for name in record.tensors), *away])
-    if not layers or most < 1:
-        return []
-    blocks: dict[str, list[str]] = {}
-    for layer in layers:
-        blocks.setdefault(_block(layer), []).append(layer)
-    moved = set(away)
-    head = Text(no_wrap=True, overflow="ellipsis")
-    head.append(f"precision: {len(layers) - len(moved)} linears in FP8 (8)", "dim")
-    head.append(f", {len(moved)} in BF16 (B)", "magenta" if moved else "dim")
-    head.truncate(width, overflow="ellipsis")
-    rows: list[RenderableType] = [head]
-    ordered = sorted(blocks, key=_number)
-    wide = max(len(b) for b in ordered) + 2 + max(map(len, blocks.values()))
-    each = max(1, width // wide)
-    lines = max(0, most - (2 if moved else 1))
-    if math.ceil(len(ordered) / each) > lines:
-        # Where there is no room for all: those that are not as they began.
-        ordered = [b for b in ordered if not moved.isdisjoint(blocks[b])]
-        ordered = ordered[: each * lines]
-    for start in range(0, len(ordered), each):
-        line = Text(no_wrap=True, overflow="ellipsis")
-        for block in ordered[start : start + each]:
-            own = blocks[block]
-            line.append(f"{_visible(block)} ", "dim")
-            for layer in own:
-                there = layer in moved
-                line.append("B" if there else "8", "bold magenta" if there else "green")
-            line.append(" " * (wide - len(block) - 1 - len(own)))
-        line.truncate(width, overflow="ellipsis")
-        rows.append(line)
-    if away and most > 1:
-        line = Text(no_wrap=True, overflow="ellipsis")
-        line.append("in BF16 ", "dim").append(_visible(", ".join(away)), "magenta")
-        line.truncate(width, overflow="ellipsis")
-        rows.append(line)
-    return rows
-
-
-def _block(layer: str) -> str:
-    """``3`` of ``layers.3.mlp.down``: what stands together in the grid."""
-    return next((word for word in layer.split(".") if word.isdigit()), "")
-
-
-def _number(block: str) -> tuple[int, str]:
-    return (int(block), "") if block.isdigit() else (-1, block)
-
-
-def _events(view: JobView, width: int, most: int) -> list[RenderableType]:
-    """The last few things that happened: events, troubles and answers, by time."""
-    told: list[tuple[float, str, str]] = [
-        (float(e["time"]), str(e["message"]), "") for e in view.events[-most:]
-    ]
     for episode in episodes(view):
         told.append((episode.time, _story(episode), "yellow" if episode.incidents else "green"))
     told.sort(key=lambda entry: entry[0])
+    troubles = [entry for entry in told if entry[2] == "yellow"]
+    shown = told[-most:]
+    if troubles and most > 1 and troubles[-1] not in shown:
+        shown[0] = troubles[-1]
+    return shown
+
+
+def _events(told: Sequence[tuple[float, str, str]], width: int) -> list[RenderableType]:
+    """A line each; with the date where they are not all of one day."""
+    dated = len({day(at) for at, _, _ in told}) > 1
     rows: list[RenderableType] = []
-    for at, message, style in told[-most:]:
+    for at, message, style in told:
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(time.strftime("%H:%M:%S ", time.localtime(at)), "dim").append(
-            _visible(message), style
-        )
+        line.append(f"{clock(at, date=dated)[5 if dated else 0 :]} ", "dim")
+        line.append(visible(message), style)
         line.truncate(width, overflow="ellipsis")
         rows.append(line)
     return rows
@@ -313,11 +329,6 @@ def _story(episode: Episode) -> str:
 
 def _tokens_per_s(record: StepRecord) -> float:
     return record.tokens / record.step_time_s if record.step_time_s > 0 else 0.0
-
-
-def _visible(content: str) -> str:
-    """Without control characters: a message must not steer the reader's terminal."""
-    return "".join(c if c.isprintable() else " " for c in content)
 
 
 def _fixed(value: float, digits: int) -> str:

@@ -17,6 +17,8 @@ CAUGHT_UP = 100
 """Steps that a page has fewer of where it is the newest one."""
 WHOLE_STEPS = 512
 """Newest steps whose tensors are looked at, as in the report that a supervisor writes."""
+SAMPLES = 64
+"""Steps of which a live view keeps the tensors, spread over those that it has seen."""
 ABSENT_LOOK_S = 0.5
 
 Ask = Callable[..., dict[str, Any]]
@@ -39,8 +41,8 @@ class Following:
 
     def __init__(self, client: Client, job: str, *, whole: bool = True) -> None:
         """``whole``: with the statistics of every new step's tensors, of which the newest
-        ``WHOLE_STEPS`` are kept; else of the newest step alone, which is what a live view shows:
-        those of a long job are gigabytes."""
+        ``WHOLE_STEPS`` are kept; else of the newest step of each poll, of which ``SAMPLES`` are
+        kept, which is what a live view shows: those of a long job are gigabytes."""
         self._whole = whole
         self._client = client
         self._shown = client.job(job)
@@ -51,6 +53,7 @@ class Following:
         self._steps: list[StepRecord] = []
         self._ids: list[int] = []
         self._forgotten = 0
+        self._sampled: list[int] = []
         self._records: dict[str, Any] = {"incidents": [], "actions": []}
         self._after = {"events": 0, "steps": 0}
         self._absent_since: float | None = None
@@ -79,7 +82,10 @@ class Following:
         self._after = {"events": told["next"], "steps": after}
         self._ids += ids
         self._steps += steps
-        self._forget(WHOLE_STEPS if self._whole else 1)
+        if self._whole:
+            self._forget(WHOLE_STEPS)
+        elif steps and steps[-1].tensors:
+            self._sample()
         self._events += events
         self.state = told["state"]
         self.settled = bool(told["settled"]) and not events and not steps
@@ -103,6 +109,15 @@ class Following:
             if page["next"] == after:
                 return
             after = int(page["next"])
+
+    def _sample(self) -> None:
+        """Keep the newest step's statistics beside some of those before, ever further apart."""
+        self._sampled.append(len(self._steps) - 1)
+        if len(self._sampled) <= SAMPLES:
+            return
+        for i in self._sampled[1:-1:2]:
+            self._steps[i] = replace(self._steps[i], tensors=NO_TENSORS)
+        self._sampled = [*self._sampled[:-1:2], self._sampled[-1]]
 
     def _forget(self, most: int) -> None:
         """Keep the statistics of the newest ``most`` steps."""

@@ -1,6 +1,9 @@
 import dataclasses
 import io
 import math
+import re
+import time
+from datetime import UTC, datetime
 
 import pytest
 from rich.cells import cell_len
@@ -9,7 +12,7 @@ from rich.console import Console
 from monitoring.charts import duration
 from monitoring.job_view import JobView
 from monitoring.watch import eta_s, plain_line, sparkline, watch_panel
-from tests.unit.monitoring_traces import eventful_view, recovered_view
+from tests.unit.monitoring_traces import eventful_view, healthy_trace, recovered_view
 
 VIEW = recovered_view("running")
 
@@ -87,6 +90,82 @@ class TestPanel:
         assert len(names) == 8
         assert "layers.2.mlp.down/input" in names
         assert len({name.rpartition("/")[0] for name in names}) == 8, "each layer once"
+
+    @pytest.mark.parametrize("width", [40, 44, 52, 60, 80])
+    def test_no_number_is_cut_to_another_one(self, width):
+        steps = [dataclasses.replace(r, tokens=102_044, step_time_s=1.0) for r in EVENTFUL.steps]
+        view = dataclasses.replace(EVENTFUL, steps=steps)
+        text = shown(view, width)
+        for numbers in re.findall(r"tokens/s (\S+)(?:  median (\S+))?", text):
+            assert set(numbers) <= {"102,044", ""}
+        assert "tokens/s 102,044" in text
+        for loss in re.findall(r"(?:loss|best) (\S+)", text):
+            assert re.fullmatch(r"\d+\.\d{4}", loss)
+        assert re.search(r"\d+/240 steps", text)
+        assert "102,044 tokens/s" in plain_line(steps[0])
+
+    def test_checkpoints_push_no_trouble_from_the_screen(self):
+        last = EVENTS[-1]["time"] + 100
+        written = [
+            {"kind": "checkpoint_written", "time": last + i, "message": f"Checkpoint {i} written."}
+            for i in range(20)
+        ]
+        view = dataclasses.replace(EVENTFUL, events=(*EVENTFUL.events, *written))
+        text = shown(view, 80, 24)
+        assert text.count("written.") == 1 and "Checkpoint 19 written." in text
+        others = [{**e, "kind": f"k{i}", "message": f"other {i}"} for i, e in enumerate(written)]
+        text = shown(dataclasses.replace(view, events=(*view.events, *others)), 80, 24)
+        assert "other 19" in text and "rank died → Restarted the ranks" in text
+
+    def test_what_recovery_came_to_stays_on_the_screen(self):
+        assert "so far 3 troubles  1 rollback  1 restart  13 steps lost" in shown(EVENTFUL, 80, 24)
+        assert "so far" not in shown(JobView("a-000000", "running", {}, VIEW.steps[:9]), 80)
+
+    def test_says_why_a_job_stands_still(self):
+        view = dataclasses.replace(EVENTFUL, state="paused", extra={"reason": "No restart left."})
+        assert "No restart left." in shown(view, 80, 24)
+
+    def test_times_are_local_their_zone_is_told_once_and_the_date_where_there_are_two(
+        self, monkeypatch
+    ):
+        monkeypatch.setenv("TZ", "America/New_York")
+        time.tzset()
+        try:
+            midnight = datetime(2026, 11, 30, 5, tzinfo=UTC).timestamp()
+            events = [{"kind": "x", "time": midnight + 60 * i, "message": f"{i}"} for i in (1, 2)]
+            view = JobView("a-000000", "running", {}, events=events)
+            text = shown(view, 60)
+            assert "│ 00:01:00 1" in text and text.count("times in EST (UTC-05:00)") == 1
+            events.insert(0, {"kind": "x", "time": midnight - 60, "message": "0"})
+            text = shown(dataclasses.replace(view, events=events), 60)
+            assert "│ 11-29 23:59:00 0" in text and "│ 11-30 00:01:00 1" in text
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+
+    def test_shows_the_layers_whose_amax_grows_for_room_says_nothing_of_a_healthy_job(self):
+        steady = healthy_trace(40)
+        name = "layers.1.mlp.down/input"
+        steps = []
+        for record in steady:
+            old = record.tensors[name]
+            tensors = dict(record.tensors)
+            tensors[name] = dataclasses.replace(
+                # Its scale follows it, so that it has as much room as ever.
+                old,
+                amax=old.amax * 2 ** (record.step / 10),
+                scale=old.scale / 2 ** (record.step / 10),
+            )
+            steps.append(dataclasses.replace(record, tensors=tensors))
+        text = shown(JobView("a-000000", "running", {}, steps), 100)
+        bars = [line for line in text.splitlines() if " octaves " in line]
+        assert "layers whose amax grew most in 39 steps" in text
+        (grown,) = re.findall(r"\+(\d\.\d) octaves +[█·]+ layers.1.mlp.down/input", bars[0])
+        assert 1.7 < float(grown) < 2.3
+        assert len(bars) == 8 and all(" +0." in line for line in bars[1:])
+        assert "-0.0" not in text
+        alone = shown(JobView("a-000000", "running", {}, steps[-1:]), 100)
+        assert "layers nearest to the FP8 maximum" in alone and "-0.0" not in alone
 
     def test_text_of_a_run_is_not_markup(self):
         event = {"kind": "x", "time": 1.0, "message": "[bold red]loud[/] \x1b[31mred"}

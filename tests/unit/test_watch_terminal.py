@@ -204,7 +204,25 @@ def test_a_controller_that_is_away_is_told_and_waited_for(
             following.poll(patient=False)
     assert [record.step for record in following.poll(patient=False).steps] == [2]
     assert following.absent_s == 0.0
-    assert [bool(record.tensors) for record in following.view().steps] == [False, False, True]
+    assert [bool(record.tensors) for record in following.view().steps] == [False, True, True]
+
+
+def test_a_live_view_keeps_the_tensors_of_a_few_steps_from_the_first_that_it_saw(
+    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.cli.following.SAMPLES", 4)
+    job = plane.submit()
+    plane.steps(2)
+    server = home.server()
+    assert server is not None
+    live = Following(Client(server.url, home.token()), job, whole=False)
+    steps = [record.to_json() for record in recovered_view().steps[:12]]
+    for n, row in enumerate(steps):
+        plane.controller.report(job, 1, SupervisorBatch(n + 1, steps=(row,)))
+        live.poll()
+        seen = [record.step for record in live.view().steps if record.tensors]
+        assert seen[0] == 0 and seen[-1] == n and len(seen) <= 4
+    assert len(seen) > 2
 
 
 def test_without_a_terminal_it_is_plain_lines_to_the_end(home: Home, plane: ControlPlane) -> None:
