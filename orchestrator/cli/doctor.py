@@ -3,6 +3,7 @@
     octavo doctor                     this machine
     octavo doctor --group h100        the nodes of a group, through the Ray of the controller
     octavo doctor --group all         every node
+    octavo doctor --address HOST:PORT every node of the Ray there
 
 Promises: nothing is changed and no slot is taken; every finding is ok, warning or error with its
 remedy; it ends, whatever hangs; exit code 0 without an error, 1 with one, 3 where the cluster
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.cli.options import HomeOption, OutputOption, home_of
-from orchestrator.cli.show import NOT_FOUND, UNREACHABLE, CommandError, Output, print_json
+from orchestrator.cli.show import (
+    NOT_FOUND,
+    UNREACHABLE,
+    USAGE,
+    CommandError,
+    Output,
+    print_json,
+)
 from orchestrator.cli.tables import plain, print_table
 
 if TYPE_CHECKING:
@@ -39,7 +48,10 @@ def register(app: typer.Typer) -> None:
 def doctor(
     group: Annotated[
         str | None,
-        typer.Option("--group", help="A cluster's nodes: a group's name, or 'all'."),
+        typer.Option(
+            "--group",
+            help="A cluster's nodes: a group's name, or 'all' [default with --address: all].",
+        ),
     ] = None,
     address: Annotated[
         str | None,
@@ -60,38 +72,53 @@ def doctor(
 
     kept = home_of(home)
     folder = str((storage or kept.jobs_dir).absolute())
-    if group is None:
+    where = _cluster(kept, group, address) if group or address else ""
+    if where:
+        found = compare(_nodes(where, group or EVERY, folder, wandb=not no_wandb))
+    else:
         from launch.machine_facts import gather
 
         found = examine(gather(folder, wandb=not no_wandb))
-    else:
-        found = compare(_nodes(kept, group, address, folder, wandb=not no_wandb))
     _show(found, output)
     raise typer.Exit(int(any(finding.level is Level.error for finding in found)))
 
 
-def _nodes(
-    home: Home, group: str, address: str | None, folder: str, *, wandb: bool
-) -> list[NodeAnswer]:
-    """Raises CommandError where the cluster can't be asked, or has no such group."""
-    from orchestrator.doctor.nodes import ClusterUnreachableError, ask
+def _cluster(home: Home, group: str | None, address: str | None) -> str:
+    """Where the Ray is whose nodes are meant; empty: this machine is all of them.
 
+    Raises CommandError where there is none, or it has no groups.
+    """
+    from orchestrator.cluster.local import running_host
+
+    if address is not None and not re.fullmatch(r"\S+:\d{1,5}", address):
+        raise CommandError(f"--address: {address!r} is no HOST:PORT", "as head.lan:6379", USAGE)
     where = address or os.environ.get("RAY_ADDRESS") or home.ray_address()
-    if not where:
-        message = f"the controller of {home.path} is on no cluster of several nodes"
-        remedy = "run it on a node of the cluster with --address HOST:6379 (Ray's head)"
-        raise CommandError(message, remedy, UNREACHABLE)
+    if where:
+        return where
+    if running_host(home) is None:
+        message = f"no controller of {home.path} runs here, so its cluster is not known"
+        remedy = "on a node of a cluster give --address HOST:6379 (Ray's head); without --group "
+        raise CommandError(message, remedy + "`octavo doctor` looks at this machine", UNREACHABLE)
+    if group == EVERY:
+        return ""
+    message = f"no group {group!r}: the controller of {home.path} is on this machine alone"
+    raise CommandError(message, "`octavo doctor` looks at it", NOT_FOUND)
+
+
+def _nodes(where: str, group: str, folder: str, *, wandb: bool) -> list[NodeAnswer]:
+    """Raises CommandError where the cluster can't be asked, or has no such group."""
+    from orchestrator.doctor.nodes import ClusterUnreachableError, UnknownGroupError, ask
+
     try:
         with _mark(Path(folder)) as mark:
-            named = None if group == EVERY else group
-            answers = ask(where, named, folder, mark, wandb=wandb)
+            return ask(where, None if group == EVERY else group, folder, mark, wandb=wandb)
     except ClusterUnreachableError as error:
         remedy = "run it on a node of the cluster, as the user that Ray runs as (its token)"
         raise CommandError(str(error), remedy, UNREACHABLE) from None
-    if not answers:
-        remedy = "`octavo doctor --group all` shows every node"
-        raise CommandError(f"no node is of the group {group!r}", remedy, NOT_FOUND)
-    return answers
+    except UnknownGroupError as error:
+        raise CommandError(
+            str(error), "`octavo doctor --group all`: every node", NOT_FOUND
+        ) from None
 
 
 @contextlib.contextmanager

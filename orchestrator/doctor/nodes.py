@@ -8,6 +8,7 @@ and costs the others nothing; no slot is taken: nodes are looked at while they t
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import socket
@@ -32,10 +33,23 @@ class ClusterUnreachableError(ConnectionError):
     """Ray can't be asked; the message says why."""
 
 
+class UnknownGroupError(LookupError):
+    """No node is of the group; the message has the groups that there are."""
+
+    def __init__(self, group: str, known: Sequence[str]) -> None:
+        near = difflib.get_close_matches(group, known, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}? " * bool(near)
+        there = f"{hint}there are {', '.join(known)}" if known else "no node is of any"
+        super().__init__(f"no node is of the group {group!r}: {there}")
+
+
 def ask(
     address: str, group: str | None, folder: str, seen: str, *, wandb: bool = True
 ) -> list[NodeAnswer]:
-    """The answers of the nodes of ``group``, None: of all. Raises ClusterUnreachableError."""
+    """The answers of the nodes of ``group``, None: of all.
+
+    Raises ClusterUnreachableError, and UnknownGroupError where no node is of the group.
+    """
     host, _, port = address.rpartition(":")
     try:
         # Ray itself would try for minutes.
@@ -56,11 +70,14 @@ def ask(
     if done.returncode != 0 or not said:
         why = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise ClusterUnreachableError(f"Ray at {address} can't be asked: {why[-1]}")
-    return read(json.loads(said[-1]))
+    told = json.loads(said[-1])
+    if group is not None and not told["answers"]:
+        raise UnknownGroupError(group, told["groups"])
+    return read(told["answers"])
 
 
 def read(rows: Sequence[Mapping[str, Any]]) -> list[NodeAnswer]:
-    """What ``main`` has written."""
+    """The answers that ``main`` has written."""
     found = []
     for row in rows:
         facts = row["facts"]
@@ -75,7 +92,8 @@ def read(rows: Sequence[Mapping[str, Any]]) -> list[NodeAnswer]:
     return found
 
 
-def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
+def _all(asked: Mapping[str, Any]) -> tuple[list[NodeAnswer], list[str]]:
+    """The nodes' answers, and the names of all groups."""
     from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT, address_towards
 
     # Before Ray is imported: it reads then that there is a token to send.
@@ -90,15 +108,17 @@ def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
         _node_ip_address=address_towards(asked["address"]),
     )
     task = ray.remote(gather)
+    groups: set[str] = set()
     references: dict[Any, NodeAnswer] = {}
     answers: list[NodeAnswer] = []
     for node in ray.nodes():
         group = str(node.get("Labels", {}).get(GROUP_LABEL, ""))
         address = str(node["NodeManagerAddress"])
-        if asked["group"] is not None and group != asked["group"]:
-            continue
         if not node["Alive"]:
             # Ray remembers every node that it ever lost.
+            continue
+        groups.add(group)
+        if asked["group"] is not None and group != asked["group"]:
             continue
         here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         placed = task.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
@@ -114,7 +134,7 @@ def _all(asked: Mapping[str, Any]) -> list[NodeAnswer]:
         begun = references[reference]
         told = f"nothing in {NODE_S:.0f} s"
         answers.append(NodeAnswer(begun.node, begun.group, None, error=told))
-    return sorted(answers, key=lambda answer: answer.node)
+    return sorted(answers, key=lambda answer: answer.node), sorted(groups - {""})
 
 
 def _answer(begun: NodeAnswer, reference: Any) -> NodeAnswer:
@@ -135,12 +155,13 @@ def main() -> None:
     """Entry."""
     out, sys.stdout = sys.stdout, sys.stderr
     try:
-        rows = [asdict(answer) for answer in _all(json.loads(sys.argv[1]))]
+        answers, groups = _all(json.loads(sys.argv[1]))
+        told = {"answers": [asdict(answer) for answer in answers], "groups": groups}
     except Exception as error:  # noqa: BLE001 — whatever Ray raises, it is told in a line
         lines = str(error).strip().splitlines() or [type(error).__name__]
         print(lines[-1], file=sys.stderr)
         sys.exit(1)
-    print(json.dumps(rows), file=out, flush=True)
+    print(json.dumps(told), file=out, flush=True)
     with contextlib.suppress(BaseException):
         out.close()
     # Ray's own farewell may wait for a cluster that hangs.

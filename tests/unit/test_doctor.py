@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launch import machine_facts
 from launch.machine_facts import Interface, MachineFacts, Probe, gather
 from launch.machine_probes import storage, wandb
 from orchestrator.cli.main import call
+from orchestrator.cluster.local import Host
 from orchestrator.doctor import nodes as doctor_nodes
 from orchestrator.doctor.checks import (
     Level,
@@ -265,7 +269,55 @@ def test_nodes_of_no_cluster_are_told_as_such(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert call(["doctor", "--group", "all", "--home", str(tmp_path)]) == 3
-    assert "--address HOST:6379" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no controller" in said and "--address HOST:6379" in said
+
+
+def test_an_address_alone_means_every_node_there_and_never_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def ask_there(address: str, group: str | None, *_: Any, **__: Any) -> list[NodeAnswer]:
+        asked.append((address, group))
+        return []
+
+    monkeypatch.setattr(machine_facts, "gather", lambda *_, **__: pytest.fail("looked here"))
+    monkeypatch.setattr(doctor_nodes, "ask", ask_there)
+    assert call(["doctor", "--address", "10.0.0.1:6379", "--home", str(tmp_path)]) == 0
+    assert asked == [("10.0.0.1:6379", None)]
+    assert call(["doctor", "--address", "10.0.0.1", "--home", str(tmp_path)]) == 2
+    assert "'10.0.0.1' is no HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_controller_on_one_machine_has_that_machine_and_no_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine_facts, "gather", lambda *_, **__: GPU)
+    created = psutil.Process().create_time()
+    host = Host(os.getpid(), created, str(tmp_path), 4, "http://127.0.0.1:1")
+    (tmp_path / "host.json").write_text(json.dumps(asdict(host)))
+    assert call(["doctor", "--group", "all", "--home", str(tmp_path)]) == 0
+    assert "Python" in capsys.readouterr().out
+    assert call(["doctor", "--group", "h10", "--home", str(tmp_path)]) == 102
+    said = capsys.readouterr().err
+    assert "no group 'h10'" in said and "this machine alone" in said and "6379" not in said
+
+
+def test_a_group_that_no_node_is_of_is_told_with_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho \'{"answers": [], "groups": ["cpu", "h100"]}\'\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = f"127.0.0.1:{there.getsockname()[1]}"
+        asked = ["doctor", "--group", "h10", "--address", address, "--home", str(tmp_path)]
+        assert call(asked) == 102
+    said = capsys.readouterr().err
+    assert "'h10': did you mean 'h100'? there are cpu, h100" in said
 
 
 def test_a_cluster_that_is_not_there_or_says_nothing_is_told(
