@@ -275,11 +275,11 @@ def _finding(error: Any, model: type[BaseModel], data: Mapping[str, Any], what: 
             return Finding((*path, "kind"), "is missing", _choices("", words))
         return Finding((*path, "kind"), "is not a kind of drill", _choices(context["tag"], words))
     if kind == "string_pattern_mismatch":
-        return Finding(
-            path,
-            f"doesn't match {context['pattern']}",
-            "lower-case letters, digits and dashes, at most 63, beginning with a letter",
-        )
+        name = "lower-case letters, digits and dashes, at most 63, beginning with a letter"
+        # The other one there is, of an environment variable's name.
+        variable = "letters, digits and underscores, beginning with no digit"
+        remedy = variable if "A-Z" in context["pattern"] else name
+        return Finding(path, f"doesn't match {context['pattern']}", remedy)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = ", ".join(sorted(_keys_at(model, path, data))[:6])
         hint = f"write {path[-1]}: {{…}}" + (f" with keys such as {keys}" if keys else "")

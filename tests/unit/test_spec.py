@@ -45,6 +45,13 @@ def problems_of(data: dict[str, Any]) -> dict[str, Problem]:
     return {p.key: p for p in refused.value.problems}
 
 
+def test_what_a_pattern_wants_is_told_in_the_words_of_what_it_is_of() -> None:
+    found = problems_of({"name": "My_Job", "notifications": {"webhook_env": "a-b"}})
+    assert "lower-case letters" in found["name"].remedy
+    assert "lower-case" not in found["notifications.webhook_env"].remedy
+    assert "underscores" in found["notifications.webhook_env"].remedy
+
+
 TEN_ERRORS = """\
 name: My_Job
 num_nodes: 1
