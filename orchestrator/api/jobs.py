@@ -76,16 +76,16 @@ class AskToResume(Ask):
     parallelism: dict[Word, Annotated[int, Field(ge=-(2**31), lt=2**31)]] = {}
 
 
-def job_json(row: JobRow) -> dict[str, Any]:
-    """A job as the API shows it in a list."""
+def job_json(row: JobRow, reason: str | None = None) -> dict[str, Any]:
+    """A job as the API shows it in a list; ``reason``: in place of the stored one."""
     return {
         "id": row.id,
         "name": row.name,
         "state": row.state.word,
-        "reason": row.reason,
+        "reason": row.reason if reason is None else reason,
         "settled": settled(row),
         "step": row.stands_at,
-        "steps": row.spec.training.steps,
+        "steps": row.planned_steps,
         # Of a step that was given up it says nothing.
         "loss": row.loss if row.stands_at == row.step else None,
         "attempt": row.attempt,
@@ -104,7 +104,7 @@ def job_json(row: JobRow) -> dict[str, Any]:
 def add_jobs(app: FastAPI, controller: Controller, found: Found, bell: Bell) -> None:
     """The routes."""
     _add_commands(app, controller, found)
-    _add_lists(app, controller.store, found)
+    _add_lists(app, controller, found)
     _add_growing(app, controller.store, found, bell)
 
 
@@ -139,7 +139,9 @@ def _add_commands(app: FastAPI, controller: Controller, found: Found) -> None:
             return job_json(controller.resume(row.id, reason, asked.parallelism))
 
 
-def _add_lists(app: FastAPI, store: Store, found: Found) -> None:
+def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
+    store = controller.store
+
     @app.get("/v1/jobs", **told("jobs", JobPage, 404))
     def jobs(
         _: Reader,
@@ -161,7 +163,7 @@ def _add_lists(app: FastAPI, store: Store, found: Found) -> None:
         rows = store.pages.jobs(after, limit + 1, states, whose)
         shown = rows[:limit]
         return {
-            "jobs": [job_json(row) for row in shown],
+            "jobs": [job_json(row, controller.reason_of(row)) for row in shown],
             "next": shown[-1].id if len(rows) > limit else None,
         }
 
@@ -169,7 +171,7 @@ def _add_lists(app: FastAPI, store: Store, found: Found) -> None:
     def show(row: JobRow = Depends(found.shown)) -> dict[str, Any]:
         """A job with its spec and attempts."""
         return {
-            **job_json(row),
+            **job_json(row, controller.reason_of(row)),
             **_backend(store, row),
             "attempts": store.attempts(row.id),
             "spec": spec_data(row.spec),

@@ -30,7 +30,7 @@ from orchestrator.nodes.desk import NodeDesk, Sight
 from orchestrator.nodes.groups import NodeGroups
 from orchestrator.nodes.rescue import Rescue
 from orchestrator.nodes.roll import NodeRoll
-from orchestrator.placement.fair_queue import in_order
+from orchestrator.placement.fair_queue import turns
 from orchestrator.protocol import Acknowledgement, JobHistory, ResumeState, SupervisorBatch
 from orchestrator.recovery.controls import STOPS, Control, in_vain, refused_at_once
 from orchestrator.saved.resume_from import check_resume_from
@@ -52,6 +52,12 @@ CANCEL_GRACE_S = 60.0
 """Seconds that a cancelled job has for its last checkpoint."""
 FINISH_GRACE_S = 60.0
 """Seconds that a supervisor has after the job's end for the report and W&B."""
+REST = 4.0
+"""Times as long as a pass took that the next one waits at least: answers to clients come first."""
+ITS_TURN = "waits its turn in the queue"
+"""Why a job waits that others come before; behind whom is in ``Controller.reason_of``. One text,
+whoever is first: with another one for each, ten thousand rows would be written whenever a job
+starts."""
 
 
 class NoNodesError(RuntimeError):
@@ -110,6 +116,10 @@ class Controller:
         self._open: dict[str, list[Control]] = {}
         self._holding: list[JobRow] = []
         """Jobs that held nodes when the pass began."""
+        self._ahead = ""
+        """The job that holds up those behind it."""
+        self._admitted: object = None
+        """All that the last look at the queue depended on, where it led to nothing."""
 
     # -- what clients ask
 
@@ -238,16 +248,18 @@ class Controller:
     def run(self, stop: threading.Event, every_s: float = 0.5) -> None:
         """``step`` until ``stop``, at least every ``every_s`` seconds."""
         while not stop.is_set():
+            began = time.monotonic()
             try:
                 self.step(self._clock())
             except Exception:
                 logger.exception("a pass failed; the next one starts anew")
+            stop.wait(min(every_s, REST * (time.monotonic() - began)))
             self._wake.wait(every_s)
             self._wake.clear()
 
     def step(self, now: float) -> None:
         """One pass: each job that isn't at rest takes one transition at most."""
-        rows = self.store.jobs_to_tend()
+        rows, version = self.store.tended.all()
         self._open = self.store.open_controls()
         self._holding = [r for r in rows if r.nodes]
         moved = False
@@ -258,7 +270,7 @@ class Controller:
                 # Also one that was resumed, or preempted, before what it held was given back.
                 moved |= bool(self._turn(row, now, self._clear))
         queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]
-        moved |= self._admit(queued, self._holding, now)
+        moved |= self._admit(queued, self._holding, now, version)
         if moved:
             self._notify()
 
@@ -279,36 +291,65 @@ class Controller:
         self._told.pop(row.id, None)
         return moved
 
-    def _admit(self, queued: list[JobRow], holding: list[JobRow], now: float) -> bool:
+    def _admit(self, queued: list[JobRow], holding: list[JobRow], now: float, version: int) -> bool:
         """Give nodes to the first in the queue; who can't have them yet holds up the rest, and
-        lower priorities make room for the first of these."""
-        rows = {row.id: row for row in queued}
-        order = in_order(
-            [ticket_of(row) for row in queued],
-            [ticket_of(row) for row in holding],
-            self.store.served_at() if queued else {},
-        )
+        lower priorities make room for the first of these. ``version``: of what the pass has read,
+        with which nothing comes of the queue that came of it before."""
         # One look for all of them: a queue may be long.
         sight = self.desk.sight(now)
+        depends = (version, sight.told(), self._open, self.desk.short)
+        if queued and depends == self._admitted:
+            return False
+        self._admitted = None
+        first = turns(
+            map(ticket_of, queued),
+            map(ticket_of, holding),
+            self.store.served_at() if queued else {},
+        )
+        rows = {row.id: row for row in queued}
         ahead = ""
         waiting: list[JobRow] = []
-        moved = False
-        for row in (rows[ticket.job] for ticket in order):
-            ever = sight.fit(row).ever
-            if ahead and ever:
-                self._turn(row, now, partial(self._wait, reason=f"waits behind {ahead}"))
-                continue
-            act = partial(self._admit_one, sight=sight, holding=() if ahead else holding)
-            admitted = self._turn(row, now, act)
+        failed = False
+        while rows and not ahead:
+            row = rows.pop(next(first).job)
+            admitted = self._turn(row, now, partial(self._admit_one, sight=sight, holding=holding))
             if admitted:
                 # The next pass sees what is left.
-                moved = True
-                break
+                self.desk.wish(waiting, holding, now)
+                return True
+            failed |= admitted is None
             if admitted is not None:
                 waiting.append(row)
-                ahead = ahead or (row.id if ever else "")
+                ahead = row.id if sight.fit(row).ever else ""
+        self._ahead = ahead
+        # Of those behind it nobody's place matters, but what can never fit holds up nobody.
+        behind: list[JobRow] = []
+        for row in rows.values():
+            if sight.fit(row).ever:
+                behind.append(row)
+                continue
+            act = partial(self._admit_one, sight=sight, holding=())
+            admitted = self._turn(row, now, act)
+            if admitted:
+                self.desk.wish(waiting, holding, now)
+                return True
+            failed |= admitted is None
+            if admitted is not None:
+                waiting.append(row)
+        new = [row.id for row in behind if row.reason != ITS_TURN]
+        if new:
+            self.store.wait_all(new, ITS_TURN, f"waits behind {ahead}", now)
+            self._notify(wake=False)
         self.desk.wish(waiting, holding, now)
-        return moved
+        if queued and not failed:
+            self._admitted = depends
+        return False
+
+    def reason_of(self, row: JobRow) -> str:
+        """``row.reason``, and behind which job one waits that waits its turn."""
+        if row.reason == ITS_TURN and row.state is JobState.QUEUED and self._ahead:
+            return f"waits behind {self._ahead}"
+        return row.reason
 
     def _admit_one(self, row: JobRow, now: float, sight: Sight, holding: Sequence[JobRow]) -> bool:
         answer = sight.fit(row)

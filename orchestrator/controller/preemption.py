@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.desk import NodeDesk, Sight
 from orchestrator.placement.fair_queue import Ticket, victims
-from orchestrator.placement.placement import need_of
 from orchestrator.recovery.controls import Control, in_vain
 from orchestrator.store.controls import UnknownControlError
 from orchestrator.store.database import Store
@@ -26,7 +25,7 @@ GROW_AFTER_S = 60.0
 
 def ticket_of(row: JobRow) -> Ticket:
     """A job as the queue sees it."""
-    need = need_of(row.spec)
+    need = row.asks.need
     holds = bool(row.nodes)
     return Ticket(
         job=row.id,
@@ -34,7 +33,7 @@ def ticket_of(row: JobRow) -> Ticket:
         priority=row.priority,
         since=(row.granted_at or row.submitted_at) if holds else row.submitted_at,
         slots=sum(seat.slots for seat in row.nodes) if holds else need.nodes * need.slots,
-        preemptible=row.spec.resources.preemptible,
+        preemptible=row.asks.preemptible,
     )
 
 

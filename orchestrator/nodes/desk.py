@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState, TransitionRefused
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
 from orchestrator.nodes.notices import moves, resized, spare_told
+from orchestrator.placement.asks import Asks
 from orchestrator.placement.placement import (
     Barred,
     Fit,
@@ -61,6 +62,13 @@ class Sight:
     nodes: list[NodeCapacity]
     quarantines: list[Quarantine]
     now: float
+    _fits: dict[tuple[str, Asks], Fit] = field(default_factory=dict, compare=False, repr=False)
+    """Answers: a queue of thousands asks for few different things."""
+
+    def told(self) -> object:
+        """All that it says, whenever it was looked at."""
+        active = [q for q in self.quarantines if q.active(self.now)]
+        return (self.nodes, active)
 
     def barred(self, job: str) -> dict[str, Barred]:
         """Nodes that ``job`` can't be given."""
@@ -68,9 +76,14 @@ class Sight:
 
     def fit(self, row: JobRow) -> Fit:
         """Whether a queued job can be given its nodes, now and ever."""
-        need, barred = need_of(row.spec), self.barred(row.id)
-        found = [fit(replace(need, nodes=n), self.nodes, barred) for n in counts_of(row.spec)]
-        return next((answer for answer in found if answer.now), found[0])
+        alone = any(q.job == row.id and q.kind == "unfit" for q in self.quarantines)
+        key = (row.id if alone else "", row.asks)
+        known = self._fits.get(key)
+        if known is None:
+            asks, barred = row.asks, self.barred(row.id)
+            found = [fit(replace(asks.need, nodes=n), self.nodes, barred) for n in asks.counts]
+            known = self._fits[key] = next((answer for answer in found if answer.now), found[0])
+        return known
 
 
 class NodeDesk:
@@ -101,6 +114,11 @@ class NodeDesk:
         """Seats on nodes that live and that a job has left: their keepers have its newest state.
         A controller that restarts forgets them; they go back when the job ends."""
 
+    @property
+    def short(self) -> frozenset[str]:
+        """Jobs that wait for nodes in place of lost ones."""
+        return frozenset(self._short)
+
     # -- jobs that wait
 
     def sight(self, now: float) -> Sight:
@@ -115,7 +133,7 @@ class NodeDesk:
         nodes = sight.nodes
         back: dict[tuple[str, str], float] = {}
         for other in others:
-            resource = need_of(other.spec).resource
+            resource = other.asks.need.resource
             for seat in other.nodes:
                 if seat.spare or not spares:
                     key = (seat.node_id, resource)
@@ -248,7 +266,7 @@ class NodeDesk:
 
         Spares on nodes that died or were quarantined are given back.
         """
-        need = need_of(row.spec)
+        need = row.asks.need
         if not need.spares or now - self._filled.get(row.id, 0.0) < FILL_EVERY_S:
             return None
         self._filled[row.id] = now
@@ -301,12 +319,12 @@ class NodeDesk:
             return
         nodes = self._groups.capacities()
         held = [
-            replace(need_of(row.spec), nodes=max(len(row.nodes), row.spec.num_nodes))
+            replace(row.asks.need, nodes=max(len(row.nodes), row.asks.need.nodes))
             for row in holding
         ]
         barred = barring(self._store.nodes.quarantines(), nodes, "", now)
-        needs = [_with_spares(need_of(r.spec)) for r in waiting]
-        fewer = any(0 < len(row.nodes) < row.spec.num_nodes for row in holding)
+        needs = [_with_spares(r.asks.need) for r in waiting]
+        fewer = any(0 < len(row.nodes) < row.asks.need.nodes for row in holding)
         shapes = wish(needs, held, nodes, barred, short=bool(self._short) or fewer)
         if shapes != self._wished:
             self._groups.wish(shapes)
@@ -327,8 +345,8 @@ class NodeDesk:
         """Living nodes, their free slots without what jobs hold by our own records: Ray tells of
         a placement a moment later. Those that didn't grant a moment ago have none."""
         held: dict[str, dict[str, float]] = {}
-        for row in self._store.jobs_to_tend():
-            resource = need_of(row.spec).resource
+        for row in self._store.tended.seated():
+            resource = row.asks.need.resource
             for seat in row.nodes:
                 of = held.setdefault(seat.node_id, {})
                 of[resource] = of.get(resource, 0.0) + seat.slots

@@ -55,8 +55,7 @@ class NodeRoll:
         """All nodes that live, and those that are quarantined and don't."""
         nodes = self._groups.capacities()
         held: dict[str, list[tuple[str, int, bool]]] = {}
-        rows = [row for row in self._store.jobs_to_tend() if row.nodes]
-        for row in rows:
+        for row in self._store.tended.seated():
             for seat in row.nodes:
                 held.setdefault(seat.node_id, []).append((row.id, seat.slots, seat.spare))
         entries = [q for q in self._store.nodes.quarantines() if q.active(now)]

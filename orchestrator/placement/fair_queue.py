@@ -8,7 +8,9 @@ and the youngest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -29,7 +31,14 @@ class Ticket:
 def in_order(
     waiting: Sequence[Ticket], holding: Sequence[Ticket], served_at: Mapping[str, float]
 ) -> list[Ticket]:
-    """The order in which ``waiting`` are given nodes.
+    """The order in which ``waiting`` are given nodes: all of ``turns``."""
+    return list(turns(waiting, holding, served_at))
+
+
+def turns(
+    waiting: Iterable[Ticket], holding: Iterable[Ticket], served_at: Mapping[str, float]
+) -> Iterator[Ticket]:
+    """One after the other those who are given nodes, as far as anybody asks.
 
     Within a priority the next one is the user's who has the fewest slots, counting those that
     come before in this order; of equal ones who was served longest ago, then whose job is oldest.
@@ -40,29 +49,27 @@ def in_order(
         held[ticket.user] = held.get(ticket.user, 0) + ticket.slots
     served = dict(served_at)
     newest = max(served.values(), default=0.0)
-    ordered: list[Ticket] = []
-    for priority in sorted({t.priority for t in waiting}, reverse=True):
-        lines: dict[str, list[Ticket]] = {}
-        for ticket in sorted(waiting, key=lambda t: (t.since, t.job)):
-            if ticket.priority == priority:
-                lines.setdefault(ticket.user, []).append(ticket)
-        while lines:
-            user = min(
-                lines,
-                key=lambda u: (
-                    held.get(u, 0),
-                    served.get(u, 0.0),
-                    lines[u][0].since,
-                    lines[u][0].job,
-                ),
-            )
-            ticket = lines[user].pop(0)
-            if not lines[user]:
-                del lines[user]
-            ordered.append(ticket)
+    lines: dict[int, dict[str, deque[Ticket]]] = {}
+    for ticket in sorted(waiting, key=lambda t: (t.since, t.job)):
+        lines.setdefault(ticket.priority, {}).setdefault(ticket.user, deque()).append(ticket)
+    for priority in sorted(lines, reverse=True):
+        mine = lines[priority]
+
+        def place(user: str, line: deque[Ticket]) -> tuple[int, float, float, str, str]:
+            first = line[0]
+            return (held.get(user, 0), served.get(user, 0.0), first.since, first.job, user)
+
+        # Only who has had a turn moves: everybody else's place stays.
+        heap = [place(user, line) for user, line in mine.items()]
+        heapq.heapify(heap)
+        while heap:
+            user = heapq.heappop(heap)[-1]
+            ticket = mine[user].popleft()
             held[user] = held.get(user, 0) + max(ticket.slots, 1)
             newest = served[user] = newest + 1.0
-    return ordered
+            if mine[user]:
+                heapq.heappush(heap, place(user, mine[user]))
+            yield ticket
 
 
 def victims(

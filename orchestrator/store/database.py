@@ -52,10 +52,13 @@ from orchestrator.store.nodes import NodeRecords
 from orchestrator.store.numbers import numbers
 from orchestrator.store.pages import Pages
 from orchestrator.store.rows import (
+    JOB,
     JobRow,
     UnknownJobError,
     add_event,
+    add_events,
     begun_after,
+    detector_state_of,
     dump,
     job_row,
     page_of,
@@ -70,7 +73,7 @@ from orchestrator.store.rows import (
 )
 from orchestrator.store.tables import (
     actions,
-    add_missing_columns,
+    add_missing,
     attempts,
     contexts,
     events,
@@ -79,9 +82,12 @@ from orchestrator.store.tables import (
     metadata,
     steps,
 )
+from orchestrator.store.tended import TendedJobs
 from orchestrator.store.tokens import TokenRecords
 from orchestrator.store.webhooks import Delivery, due_webhooks, set_due
 
+MOST_WAITING = 500
+"""Jobs that are told in one transaction that they wait."""
 BUSY_MS = 10_000
 """Milliseconds that SQLite waits for another writer."""
 
@@ -94,13 +100,15 @@ class Store:
         # One writer at a time also within the process: SQLite would answer "locked".
         self._writing = threading.RLock()
         metadata.create_all(self._engine)
-        add_missing_columns(self._engine)
+        add_missing(self._engine)
         self.nodes = NodeRecords(self._write, self._read)
         """What is held against nodes."""
         self.pages = Pages(self._read)
         """What is there, a page at a time."""
         self.tokens = TokenRecords(self._write, self._read)
         """Who may use the HTTP API."""
+        self.tended = TendedJobs(self._read)
+        """Jobs that a pass looks at."""
 
     def close(self) -> None:
         self._engine.dispose()
@@ -122,7 +130,7 @@ class Store:
 
         Returns its id, or that of the job that ``by`` submitted under ``key`` before.
         """
-        with self._write() as db:
+        with self._write(job) as db:
             if key is not None and (known := submitted_under(db, key, by)) is not None:
                 return str(known["id"])
             row = {
@@ -162,7 +170,7 @@ class Store:
 
     def jobs(self, *states: JobState) -> list[JobRow]:
         """Jobs in one of ``states`` (all without), oldest first."""
-        query = sa.select(jobs).order_by(jobs.c.submitted_at, jobs.c.id)
+        query = sa.select(*JOB).order_by(jobs.c.submitted_at, jobs.c.id)
         if states:
             query = query.where(jobs.c.state.in_([s.word for s in states]))
         with self._read() as db:
@@ -170,15 +178,11 @@ class Store:
 
     def jobs_to_tend(self) -> list[JobRow]:
         """Jobs that aren't at rest: on their way, or holding nodes after their end."""
-        moving = [s.word for s in JobState if not s.terminal and s is not JobState.PAUSED]
-        query = sa.select(jobs).order_by(jobs.c.submitted_at, jobs.c.id)
-        query = query.where(sa.or_(jobs.c.state.in_(moving), jobs.c.placement_group != ""))
-        with self._read() as db:
-            return [job_row(row) for row in db.execute(query).mappings()]
+        return self.tended.all()[0]
 
     def change(self, job: str, cause: Cause, reason: str, time: float, **detail: Any) -> JobState:
         """Move a job along the lifecycle table; raises ``TransitionRefused``, changing nothing."""
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), cause)
             set_state(db, row, cause, after, reason, time, detail)
@@ -188,7 +192,7 @@ class Store:
         self, job: str, spec: JobSpec, reason: str, told: EventDraft, time: float
     ) -> None:
         """Queue a job again with another spec, which ``told`` tells; else ``TransitionRefused``."""
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), Cause.RESUME_ASKED)
             set_state(db, row, Cause.RESUME_ASKED, after, reason, time, {})
@@ -198,7 +202,7 @@ class Store:
 
     def grant(self, job: str, placement_group: str, nodes: Sequence[NodeSlot], time: float) -> None:
         """Give a queued job its nodes."""
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), Cause.NODES_GRANTED)
             where = ", ".join(
@@ -216,7 +220,7 @@ class Store:
 
     def replace_nodes(self, job: str, nodes: Sequence[NodeSlot], *told: EventDraft) -> None:
         """The job stands elsewhere now, which ``told`` tells."""
-        with self._write() as db:
+        with self._write(job) as db:
             attempt = stored_job(db, job)["attempt"]
             given = {"nodes": dump([asdict(n) for n in nodes])}
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
@@ -225,18 +229,28 @@ class Store:
 
     def release(self, job: str) -> None:
         """The job holds no nodes any more."""
-        with self._write() as db:
+        with self._write(job) as db:
             none = {"placement_group": "", "nodes": "[]"}
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(none))
 
     def wait(self, job: str, reason: str, time: float) -> None:
         """Say what a queued job waits for; an event is added only when that changes."""
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             if row["reason"] == reason:
                 return
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(reason=reason))
             add_event(db, job, row["attempt"], EventDraft("waiting", time, reason, {}))
+
+    def wait_all(self, waiting: Sequence[str], reason: str, told: str, time: float) -> None:
+        """Say of many queued jobs what they wait for, ``told`` in an event of each."""
+        for first in range(0, len(waiting), MOST_WAITING):
+            some = waiting[first : first + MOST_WAITING]
+            with self._write(*some) as db:
+                mine = sa.and_(jobs.c.id.in_(some), jobs.c.state == JobState.QUEUED.word)
+                found = db.execute(sa.select(jobs.c.id, jobs.c.attempt).where(mine)).all()
+                db.execute(sa.update(jobs).where(mine).values(reason=reason))
+                add_events(db, found, EventDraft("waiting", time, told, {}))
 
     def note(self, job: str, event: EventDraft) -> None:
         """Add an event of the controller's own."""
@@ -254,7 +268,7 @@ class Store:
         the new one has told anything, allocates no further one. Raises ``FencedError`` when
         that is not the current attempt, ``TransitionRefused`` for a job that doesn't hold nodes.
         """
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             state = state_named(row["state"])
             if not state.holds_nodes or state is JobState.CANCELLING:
@@ -289,14 +303,13 @@ class Store:
     def resume_state(self, job: str) -> ResumeState:
         """What the current attempt starts from."""
         with self._read() as db:
-            stored = stored_job(db, job)
-            row = job_row(stored)
+            row = job_row(stored_job(db, job))
             drills = sa.select(steps.c.drills).where(steps.c.job == job, steps.c.drills != "")
             recorded = [int(n) for (text,) in db.execute(drills) for n in text.split(",")]
             used = sa.select(steps.c.step, steps.c.batch).where(steps.c.job == job)
             newest = used.order_by(steps.c.id.desc()).limit(NEWEST_STEPS)
             batches = [(n, batch) for n, batch in db.execute(newest) if batch is not None]
-            detectors = stored["detector_state"]
+            detectors = detector_state_of(db, job)
         done = self.actions(job)
         sum_ = standing(row.spec, done)
         working = sum(not node.spare for node in row.nodes)
@@ -316,7 +329,7 @@ class Store:
             lr_scale=sum_.lr_scale,
             exchange=sum_.exchange,
             fired_drills=fired_drills(row.spec, recorded, self.incidents(job)),
-            detector_state=json.loads(detectors) if detectors else None,
+            detector_state=detectors,
             nodes=tuple(node for node in row.nodes if not node.spare),
             spares=tuple(node for node in row.nodes if node.spare),
             batches=batches_of(reversed(batches)),
@@ -327,7 +340,7 @@ class Store:
         self, job: str, attempt: int, batch: SupervisorBatch, time: float
     ) -> Acknowledgement:
         """Store all of ``batch``, or nothing and say why."""
-        with self._write() as db:
+        with self._write(job) as db:
             try:
                 row = stored_job(db, job)
             except UnknownJobError as unknown:
@@ -357,7 +370,7 @@ class Store:
 
         Raises ``TransitionRefused``, changing nothing.
         """
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             store_batch(db, row, row["attempt"], batch, time)
 
@@ -370,7 +383,7 @@ class Store:
         ``ControlRefusedError`` for a job that isn't running. The pause of a queued job is
         done at once; what is asked of a paused one waits for its resume.
         """
-        with self._write() as db:
+        with self._write(job) as db:
             row = stored_job(db, job)
             if (known := stored_control(db, job, control.key)) is not None:
                 if not known.control.same_order(control):
@@ -527,9 +540,14 @@ class Store:
         return JobHistory(past, seen, told)
 
     @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        with passing_trouble(), self._writing, self._engine.begin() as db:
-            yield db
+    def _write(self, *job: str) -> Iterator[Connection]:
+        """A transaction; ``job``: whose rows it may change."""
+        try:
+            with passing_trouble(), self._writing, self._engine.begin() as db:
+                yield db
+        finally:
+            if job:
+                self.tended.written(*job)
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:

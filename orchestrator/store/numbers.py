@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -15,7 +16,7 @@ from sqlalchemy.engine import Connection
 from monitoring.prometheus import JobNumbers, Numbers
 from monitoring.records import StepRecord
 from orchestrator.lifecycle import JobState
-from orchestrator.store.rows import JobRow, job_row
+from orchestrator.store.rows import JOB, JobRow, job_row
 from orchestrator.store.tables import actions, incidents, jobs, quarantines, steps
 
 AFTERWARDS_S = 3600.0
@@ -26,8 +27,8 @@ def numbers(db: Connection, now: float) -> Numbers:
     """Everything at one moment."""
     going = [state.word for state in JobState if not state.terminal]
     told = jobs.c.state.in_(going) | (jobs.c.ended_at > now - AFTERWARDS_S)
-    rows = [job_row(row) for row in db.execute(sa.select(jobs).where(told)).mappings()]
-    ids = [row.id for row in rows]
+    rows = [job_row(row) for row in db.execute(sa.select(*JOB).where(told)).mappings()]
+    ids = sa.select(jobs.c.id).where(told)
     seen, done = _counts(db, incidents, ids), _counts(db, actions, ids)
     newest = _newest(db, ids)
     by_state = sa.select(jobs.c.state, sa.func.count()).group_by(jobs.c.state)
@@ -49,10 +50,10 @@ def _job(
     return JobNumbers(
         job=row.id,
         name=row.name,
-        steps_planned=row.spec.training.steps,
+        steps_planned=row.planned_steps,
         attempt=row.attempt,
         nodes=len(row.nodes),
-        fp8_format=row.spec.fp8.format or "HYBRID",
+        fp8_format=row.fp8_format,
         newest=newest,
         steps_done=row.stands_at + 1,
         incidents=seen,
@@ -60,7 +61,7 @@ def _job(
     )
 
 
-def _counts(db: Connection, table: sa.Table, ids: list[str]) -> dict[str, dict[str, int]]:
+def _counts(db: Connection, table: sa.Table, ids: sa.Select[Any]) -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = defaultdict(dict)
     query = sa.select(table.c.job, table.c.kind, sa.func.count()).where(table.c.job.in_(ids))
     for job, kind, count in db.execute(query.group_by(table.c.job, table.c.kind)):
@@ -68,7 +69,7 @@ def _counts(db: Connection, table: sa.Table, ids: list[str]) -> dict[str, dict[s
     return counts
 
 
-def _newest(db: Connection, ids: list[str]) -> dict[str, StepRecord]:
+def _newest(db: Connection, ids: sa.Select[Any]) -> dict[str, StepRecord]:
     newest = sa.select(sa.func.max(steps.c.id)).where(steps.c.job.in_(ids)).group_by(steps.c.job)
     query = sa.select(steps.c.job, steps.c.body).where(steps.c.id.in_(newest))
     return {job: StepRecord.from_json(json.loads(body)) for job, body in db.execute(query)}

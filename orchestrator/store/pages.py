@@ -19,6 +19,7 @@ from sqlalchemy.engine import Connection, RowMapping
 from orchestrator.lifecycle import JobState
 from orchestrator.store.controls import ControlRow, stored_controls
 from orchestrator.store.rows import (
+    JOB,
     JobRow,
     UnknownJobError,
     job_row,
@@ -30,6 +31,8 @@ from orchestrator.store.tables import actions, contexts, incidents, jobs
 
 _WORD = re.compile(r"[a-z0-9-]{1,80}")
 """What an id, a name or its beginning is made of."""
+_AFTER_ALL = "{"
+"""The next character after all of these."""
 
 MOST_CANDIDATES = 50
 """Jobs looked at that a beginning could mean."""
@@ -58,7 +61,7 @@ class Pages:
     ) -> list[JobRow]:
         """Jobs after the one with the id ``after``, oldest first; of ``states`` (all without) and
         submitted by ``by`` (anybody without). Raises ``UnknownJobError`` for a cursor of no job."""
-        query = sa.select(jobs).order_by(jobs.c.submitted_at, jobs.c.id).limit(limit)
+        query = sa.select(*JOB).order_by(jobs.c.submitted_at, jobs.c.id).limit(limit)
         if states:
             query = query.where(jobs.c.state.in_([s.word for s in states]))
         if by is not None:
@@ -67,6 +70,8 @@ class Pages:
             if after is not None:
                 at = stored_job(db, after)["submitted_at"]
                 later = sa.and_(jobs.c.submitted_at == at, jobs.c.id > after)
+                # The first alone is what an index finds the beginning by.
+                query = query.where(jobs.c.submitted_at >= at)
                 query = query.where(sa.or_(jobs.c.submitted_at > at, later))
             return [job_row(row) for row in db.execute(query).mappings()]
 
@@ -84,9 +89,12 @@ class Pages:
         """Jobs that it could mean, the newest of them; one where it is clear."""
         ended = jobs.c.state.in_([s.word for s in JobState if s.terminal])
         begins = sa.func.substr(jobs.c.id, 1, len(word)) == word
-        newest = sa.select(jobs).order_by(jobs.c.submitted_at.desc(), jobs.c.id)
+        newest = sa.select(*JOB).order_by(jobs.c.submitted_at.desc(), jobs.c.id)
         newest = newest.limit(MOST_CANDIDATES)
         with self._read() as db:
+            if db.dialect.name == "sqlite":
+                # It compares byte by byte, so that an index finds them; others may not.
+                begins = sa.and_(jobs.c.id >= word, jobs.c.id < word + _AFTER_ALL)
             for mine in (jobs.c.id == word, jobs.c.name == word, begins):
                 found = db.execute(newest.where(mine)).mappings().all()
                 if len(found) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,21 @@ from sqlalchemy.engine import Connection, RowMapping
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.asks import Asks, asks_of
 from orchestrator.protocol import StepContext, SupervisorBatch
 from orchestrator.recovery.controls import answered
 from orchestrator.spec.job import JobSpec
 from orchestrator.store.controls import answer_controls, answer_the_rest
-from orchestrator.store.tables import actions, attempts, contexts, events, incidents, jobs, steps
+from orchestrator.store.tables import (
+    actions,
+    attempts,
+    contexts,
+    detector_states,
+    events,
+    incidents,
+    jobs,
+    steps,
+)
 from orchestrator.store.webhooks import add_webhook
 
 
@@ -33,9 +43,13 @@ class UnknownJobError(KeyError):
         return f"there is no job {self.args[0]!r}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JobRow:
-    """A job as stored. Times are seconds since the epoch, None where it hasn't come so far."""
+    """A job as stored. Times are seconds since the epoch, None where it hasn't come so far.
+
+    Its spec is a text until somebody asks for it: of the thousands of jobs that a list or a pass
+    goes over, few are looked into.
+    """
 
     id: str
     name: str
@@ -45,7 +59,8 @@ class JobRow:
     priority: int
     file: str
     """The job file as the user named it."""
-    spec: JobSpec
+    spec_text: str
+    """The spec as it is stored."""
     job_dir: str
     submitted_at: float
     started_at: float | None
@@ -70,6 +85,31 @@ class JobRow:
         """Newest step that was not given up, -1 for none."""
         return stands_at(self.step, self.goes_on_at)
 
+    @property
+    def spec(self) -> JobSpec:
+        """The completed spec."""
+        return stored_spec(self.spec_text)
+
+    @property
+    def planned_steps(self) -> int:
+        """``training.steps`` of the spec, without the rest of it."""
+        return int(json.loads(self.spec_text)["training"]["steps"])
+
+    @property
+    def fp8_format(self) -> str:
+        """``fp8.format`` of the spec, in the same way."""
+        return str(json.loads(self.spec_text)["fp8"].get("format") or "HYBRID")
+
+    @functools.cached_property
+    def asks(self) -> Asks:
+        """What the spec asks of the queue; worked out once."""
+        return asks_of(self.spec)
+
+    def take_over(self, before: JobRow) -> None:
+        """Use what was worked out of the same spec, from the row as it was read before."""
+        if "asks" in before.__dict__ and before.spec_text == self.spec_text:
+            self.__dict__["asks"] = before.asks
+
 
 def stands_at(step: int, goes_on_at: int | None) -> int:
     """``JobRow.stands_at``."""
@@ -87,9 +127,13 @@ def page_of(table: sa.Table, job: str, after: int, limit: int | None) -> sa.Sele
     return query if limit is None else query.limit(limit)
 
 
+JOB = tuple(column for column in jobs.c if column.name != "detector_state")
+"""Columns of a job's row that say what it is."""
+
+
 def stored_job(db: Connection, job: str) -> RowMapping:
     """The job's row; raises ``UnknownJobError``."""
-    row = db.execute(sa.select(jobs).where(jobs.c.id == job)).mappings().one_or_none()
+    row = db.execute(sa.select(*JOB).where(jobs.c.id == job)).mappings().one_or_none()
     if row is None:
         raise UnknownJobError(job)
     return row
@@ -104,7 +148,7 @@ def submitted_under(db: Connection, key: str, by: str) -> RowMapping | None:
     """The row of the job that ``by`` submitted under ``key``."""
     # Stores of before have the key itself.
     under = jobs.c.submit_key.in_([submit_key(key, by), key])
-    query = sa.select(jobs).where(under, jobs.c.submitted_by == by)
+    query = sa.select(*JOB).where(under, jobs.c.submitted_by == by)
     return db.execute(query).mappings().first()
 
 
@@ -116,9 +160,9 @@ def settled(row: JobRow) -> bool:
 
 def job_row(row: RowMapping) -> JobRow:
     """The row as a value."""
-    values = {k: row[k] for k in JobRow.__dataclass_fields__}
+    values = {k: row[k] for k in JobRow.__dataclass_fields__ if k != "spec_text"}
     values["state"] = state_named(row["state"])
-    values["spec"] = stored_spec(row["spec"])
+    values["spec_text"] = row["spec"]
     values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
     return JobRow(**values)
 
@@ -145,21 +189,26 @@ def begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> boo
 
 @functools.lru_cache(maxsize=1024)
 def stored_spec(text: str) -> JobSpec:
-    """A stored spec. A pass of the controller reads every job's, and they never change."""
+    """A stored spec; the same text is read again and again."""
     return JobSpec.model_validate_json(text)
 
 
 def add_event(db: Connection, job: str, attempt: int, event: EventDraft) -> None:
     """Write an event."""
-    row = {
-        "job": job,
-        "attempt": attempt,
+    add_events(db, [(job, attempt)], event)
+
+
+def add_events(db: Connection, jobs: Iterable[Sequence[Any]], event: EventDraft) -> None:
+    """Write the same event of each of ``jobs``, (job, attempt), in one statement."""
+    told = {
         "time": event.time,
         "kind": event.kind,
         "message": event.message,
         "detail": dump(dict(event.detail)),
     }
-    db.execute(sa.insert(events).values(row))
+    rows = [{"job": job, "attempt": attempt, **told} for job, attempt in jobs]
+    if rows:
+        db.execute(sa.insert(events), rows)
 
 
 def set_state(
@@ -199,6 +248,25 @@ def set_state(
             notice = answered(control, answer)
             draft = EventDraft(notice.kind, time, notice.message, notice.detail)
             add_event(db, row["id"], row["attempt"], draft)
+
+
+def set_detector_state(db: Connection, job: str, text: str) -> None:
+    """Write what the detectors of a job have learnt, in place of what they had."""
+    mine = detector_states.c.job == job
+    replaced = db.execute(sa.update(detector_states).where(mine).values(body=text))
+    if not replaced.rowcount:
+        db.execute(sa.insert(detector_states).values(job=job, body=text))
+
+
+def detector_state_of(db: Connection, job: str) -> Any:
+    """What the detectors of a job had learnt; None where nothing is stored."""
+    mine = sa.select(detector_states.c.body).where(detector_states.c.job == job)
+    text = db.execute(mine).scalar_one_or_none()
+    if text is None:
+        # Of an older Octavo.
+        column = sa.select(jobs.c.detector_state).where(jobs.c.id == job)
+        text = db.execute(column).scalar_one_or_none()
+    return json.loads(text) if text else None
 
 
 def transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:
@@ -270,7 +338,8 @@ def store_batch(
         changed["goes_on_at"] = back.to_step
     answer_controls(db, job, batch.answers, time)
     if batch.detector_state is not None:
-        changed["detector_state"] = dump(dict(batch.detector_state))
+        set_detector_state(db, job, dump(dict(batch.detector_state)))
+        changed["detector_state"] = None
     if changed:
         db.execute(sa.update(jobs).where(jobs.c.id == job).values(changed))
     if batch.transition:

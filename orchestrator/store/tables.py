@@ -69,6 +69,7 @@ jobs = Table(
     Column("step", Integer, nullable=False, default=-1),
     Column("timeline", Integer, nullable=False, default=0),
     Column("loss", Float),
+    # Of an older Octavo; now in ``detector_states``: a row is written anew with every step.
     Column("detector_state", Text),
     # Added to stores that an older Octavo made, so they can be NULL or have a server's default.
     Column("submitted_by", String(200), nullable=False, server_default=""),
@@ -77,6 +78,17 @@ jobs = Table(
     Column("granted_at", Float),
     # The step that a way back leads to; NULL once a step has followed.
     Column("goes_on_at", Integer),
+    # Lists are in this order, of all, of a user, of a state.
+    Index("ix_jobs_submitted", "submitted_at", "id"),
+    Index("ix_jobs_by_submitted", "submitted_by", "submitted_at", "id"),
+    Index("ix_jobs_state_submitted", "state", "submitted_at", "id"),
+)
+
+detector_states = Table(
+    "detector_states",
+    metadata,
+    Column("job", ForeignKey("jobs.id"), primary_key=True),
+    Column("body", Text, nullable=False),
 )
 
 attempts = Table(
@@ -152,8 +164,8 @@ webhooks = Table(
 )
 
 
-def add_missing_columns(engine: Engine) -> None:
-    """Bring the tables of a store that an older Octavo made up to these."""
+def add_missing(engine: Engine) -> None:
+    """Bring the tables of a store that an older Octavo made up to these: columns and indexes."""
     inspector = inspect(engine)
     with engine.begin() as db:
         for table in metadata.sorted_tables:
@@ -174,6 +186,9 @@ def add_missing_columns(engine: Engine) -> None:
                     name = f"ux_{table.name}_{column.name}"
                     index = f"CREATE UNIQUE INDEX {name} ON {table.name} ({column.name})"
                     db.execute(text(index))
+        for table in metadata.sorted_tables:
+            for wanted in table.indexes:
+                wanted.create(db, checkfirst=True)
 
 
 def _records(name: str, *columns: Column | Index) -> Table:

@@ -1,10 +1,18 @@
-"""`make bench`: every benchmark, one after the other, each in a process of its own."""
+"""`make bench`: every benchmark, one after the other, each in a process of its own; at the end one
+table of those whose results are rows (``tests.benchmarks.results``), and the same as files.
+
+    python -m tests.benchmarks [--out runs/bench] [NAME…]
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.benchmarks.results import markdown, read, write_table
 
 BENCHMARKS = (
     "bench_overhead",
@@ -25,18 +33,32 @@ BENCHMARKS = (
     "bench_parity",
     "bench_detectors",
     "bench_plan",
+    "bench_control_plane",
+    "bench_goodput",
 )
+ROWS = frozenset({"bench_control_plane", "bench_goodput"})
+"""Those that write rows."""
 
 
 def main() -> int:
-    """Run all; the number of those that failed."""
+    """Run all, or those that are named; the number of those that failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[[], *BENCHMARKS], metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    asked = parser.parse_args()
     failed = 0
-    for name in BENCHMARKS:
+    for name in asked.names or BENCHMARKS:
         print(f"\n== {name}", flush=True)
         command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
+        if name in ROWS:
+            command += ["--out", str(asked.out)]
         failed += (
             subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode != 0
         )
+    reports = read(asked.out)
+    if reports:
+        write_table(reports, asked.out)
+        print(f"\n{markdown(reports)}\n\n{asked.out}/bench.md, bench.json")
     return failed
 
 

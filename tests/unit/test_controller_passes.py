@@ -64,7 +64,8 @@ def test_the_queue_goes_by_priority_then_age(plane: ControlPlane) -> None:
     plane.submit("young")
     urgent = plane.submit("urgent", resources={"priority": 5})
     plane.steps()
-    assert plane.store.job(old).reason == f"waits behind {urgent}"
+    assert plane.controller.reason_of(plane.store.job(old)) == f"waits behind {urgent}"
+    assert plane.told(old, "waiting") == [f"waits behind {urgent}"]
     order = []
     for job in (busy, urgent, old):
         order.append(job)
