@@ -57,7 +57,8 @@ class Keeper:
     bundle of the placement group; a plain object in tests.
     """
 
-    def __init__(self, keep: int = 4) -> None:
+    def __init__(self, keep: int = 4, name: str = "") -> None:
+        """``name``: of the actor; one that takes its place knows the node's ranks by it."""
         if keep < 2:
             # With one, ranks that are a snapshot apart would have no step in common.
             raise ValueError(f"keep is {keep}; at least 2 snapshots a rank are needed")
@@ -65,7 +66,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._held: dict[tuple[str, int], dict[SnapshotKey, StoredSnapshot]] = {}
         self._replicated: set[SnapshotKey] = set()
-        self._ranks = Enlisted()
+        self._ranks = Enlisted(name)
 
     def ping(self) -> bool:
         """True: the actor is up."""

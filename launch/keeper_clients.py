@@ -22,13 +22,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from launch.snapshots import Payload, SnapshotError, SnapshotKey, SnapshotSource, StoredSnapshot
+from launch.node_calls import named_actor
+from launch.snapshots import (
+    Payload,
+    SnapshotError,
+    SnapshotKey,
+    SnapshotSource,
+    StoredSnapshot,
+    StoreGoneError,
+)
 from launch.stores import Stores
 
 LEAST_RATE = 50e6
 """Bytes a second below which a transfer counts as stuck."""
 REST_S = 60.0
 """How long a keeper is left alone after it failed."""
+GONE_REST_S = 2.0
+"""The same where it has died: another one takes its place in a moment."""
 ANSWER_S = 30.0
 """Seconds that a keeper may take to answer, beside the time that the bytes take."""
 
@@ -51,6 +61,9 @@ class KeeperHandles:
     """Size of the largest copy that it may start from."""
     held_nbytes: int = 0
     """What its node's keeper holds already."""
+    own_name: str = ""
+    partner_names: tuple[str, ...] = ()
+    """By which those are found that take the place of keepers that died; "": none does."""
 
 
 NO_KEEPERS = KeeperHandles(None, own_is_source=False)
@@ -59,6 +72,27 @@ NO_KEEPERS = KeeperHandles(None, own_is_source=False)
 def patience_s(nbytes: int) -> float:
     """Seconds that a call which carries ``nbytes`` may take."""
     return ANSWER_S + nbytes / LEAST_RATE
+
+
+class Place:
+    """A keeper actor, or the one of its name that has taken its place."""
+
+    def __init__(self, keeper: Any, name: str = "") -> None:
+        self.keeper = keeper
+        self._name = name
+
+    def look_again(self) -> None:
+        """The keeper has died."""
+        found = named_actor(self._name) if self._name else None
+        if found is not None:
+            self.keeper = found
+
+
+def _died(error: BaseException | None) -> bool:
+    """Whether it says that the actor is gone for good."""
+    import ray
+
+    return isinstance(error, ray.exceptions.ActorDiedError)
 
 
 class Parcels:
@@ -85,10 +119,17 @@ class KeeperStore:
     """A node's Keeper as the ranks see it: the calls of SnapshotStore, over Ray."""
 
     def __init__(
-        self, keeper: Any, parcels: Parcels, *, nbytes: int = 0, replicas: bool = False
+        self,
+        keeper: Any,
+        parcels: Parcels,
+        *,
+        name: str = "",
+        nbytes: int = 0,
+        replicas: bool = False,
     ) -> None:
-        """``nbytes``: of what will be fetched; ``replicas``: the parcel is for partners too."""
-        self._keeper = keeper
+        """``name``: of the actor; ``nbytes``: of what will be fetched; ``replicas``: the parcel is
+        for partners too."""
+        self._place = Place(keeper, name)
         self._parcels = parcels
         self._nbytes = nbytes
         self._replicas = replicas
@@ -97,18 +138,25 @@ class KeeperStore:
     def put(
         self, key: SnapshotKey, payload: Payload, digest: str, *, replicated: bool = False
     ) -> None:
-        """Blocks until the keeper has checked its copy; raises what it raised, or Ray's errors."""
+        """Blocks until the keeper has checked its copy; raises what it raised, StoreGoneError
+        when it has died, or Ray's errors."""
         import ray
 
         if self._unanswered is not None and not ray.wait([self._unanswered], timeout=0)[0]:
             raise TimeoutError("the keeper hasn't answered the call before this one")
         parcel = self._parcels.put(key, payload)
-        self._unanswered = self._keeper.put.remote(key, parcel, digest, replicated=replicated)
+        keeper = self._place.keeper
+        self._unanswered = keeper.put.remote(key, parcel, digest, replicated=replicated)
         if not (self._replicas and replicated):
             self._parcels.forget()
         nbytes = np.frombuffer(payload, dtype=np.uint8).nbytes
-        with _own_errors():
-            ray.get(self._unanswered, timeout=patience_s(nbytes))
+        try:
+            with _own_errors():
+                ray.get(self._unanswered, timeout=patience_s(nbytes))
+        except ray.exceptions.ActorDiedError:
+            self._unanswered = None
+            self._place.look_again()
+            raise StoreGoneError("the node's keeper has died") from None
         self._unanswered = None
 
     def get(self, key: SnapshotKey) -> StoredSnapshot | None:
@@ -117,7 +165,7 @@ class KeeperStore:
 
         with _own_errors():
             found: StoredSnapshot | None = ray.get(
-                self._keeper.get.remote(key), timeout=patience_s(self._nbytes)
+                self._place.keeper.get.remote(key), timeout=patience_s(self._nbytes)
             )
         return found
 
@@ -146,15 +194,21 @@ class Partner(Protocol):
 class RayPartner:
     """A keeper actor on another node."""
 
-    def __init__(self, keeper: Any, parcels: Parcels) -> None:
-        self._keeper = keeper
+    def __init__(self, keeper: Any, parcels: Parcels, name: str = "") -> None:
+        self._place = Place(keeper, name)
         self._parcels = parcels
 
     def send(self, key: SnapshotKey, payload: Payload, digest: str) -> Future[Any]:
         """Its future settles in a thread of Ray's."""
         parcel = self._parcels.put(key, payload)
-        sent: Future[Any] = self._keeper.put.remote(key, parcel, digest, replicated=True).future()
+        put = self._place.keeper.put.remote(key, parcel, digest, replicated=True)
+        sent: Future[Any] = put.future()
+        sent.add_done_callback(self._settled)
         return sent
+
+    def _settled(self, future: Future[Any]) -> None:
+        if _died(future.exception()):
+            self._place.look_again()
 
 
 class Partners:
@@ -228,8 +282,9 @@ class Partners:
                 del self._under_way[number]
                 self._told_stuck.discard(number)
                 if error is not None:
-                    self._rests[number] = self._clock() + REST_S
-            told("" if error is None else f"{type(error).__name__}: {error}")
+                    rest = GONE_REST_S if _died(error) else REST_S
+                    self._rests[number] = self._clock() + rest
+            told("" if error is None else _in_words(error))
 
         try:
             future = partner.send(key, payload, digest)
@@ -239,11 +294,20 @@ class Partners:
             future.add_done_callback(settled)
 
 
+def _in_words(error: BaseException) -> str:
+    """Ray's own tell all that it knows of an actor."""
+    if _died(error):
+        return "the partner's keeper has died"
+    return f"{type(error).__name__}: {error}"
+
+
 def stores_of(handles: KeeperHandles) -> Stores:
     """The stores of a rank's training loop."""
     parcels = Parcels()
     replicas = bool(handles.partners)
-    own = KeeperStore(handles.own, parcels, nbytes=handles.nbytes, replicas=replicas)
+    own = KeeperStore(
+        handles.own, parcels, name=handles.own_name, nbytes=handles.nbytes, replicas=replicas
+    )
     sources: list[tuple[str, SnapshotSource]] = []
     if handles.own is not None and handles.own_is_source:
         sources.append(("memory", own))
@@ -251,7 +315,11 @@ def stores_of(handles: KeeperHandles) -> Stores:
         ("partner", KeeperStore(keeper, Parcels(), nbytes=handles.nbytes))
         for keeper in handles.sources
     ]
-    partners = [RayPartner(keeper, parcels) for keeper in handles.partners]
+    names = handles.partner_names or ("",) * len(handles.partners)
+    partners = [
+        RayPartner(keeper, parcels, name)
+        for keeper, name in zip(handles.partners, names, strict=True)
+    ]
     return Stores(
         own=own if handles.own is not None else None,
         partners=Partners(partners, parcels.forget) if partners else None,

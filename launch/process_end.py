@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 TERM_S = 0.5
 """Seconds after which a killed worker's process is sent SIGKILL by its number."""
@@ -20,18 +23,33 @@ class Enlisted:
     Whoever started them may be gone, and a rank that is frozen can't notice that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        """``name``: under which another process of this node takes the list over; "": none does."""
+        self._file = _folder() / f"{name}.json" if name else None
         self._since: dict[int, float] = {}
         """When each process began: its number may be another's by now."""
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+                told = json.loads(self._file.read_text())
+                self._since = {int(pid): float(since) for pid, since in told.items()}
 
     def replace(self, pids: Sequence[int]) -> None:
         """These are the ranks from now on."""
         self._since = {pid: since for pid in pids if (since := _began(pid)) is not None}
+        if self._file is not None:
+            # Without it the ranks are ended as well, but for frozen ones.
+            with contextlib.suppress(OSError):
+                self._file.parent.mkdir(mode=0o700, exist_ok=True)
+                self._file.write_text(json.dumps(self._since))
 
     def end(self) -> list[int]:
         """End them by force; who is left after ``GONE_S``."""
         theirs = [pid for pid, since in self._since.items() if _began(pid) == since]
         self._since = {}
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink(missing_ok=True)
+                self._file.parent.rmdir()
         return end_processes(theirs, 0.0)
 
 
@@ -50,6 +68,11 @@ def end_processes(pids: Sequence[int], patience_s: float = TERM_S) -> list[int]:
         time.sleep(0.005)
         left = [pid for pid in left if runs(pid)]
     return left
+
+
+def _folder() -> Path:
+    """Of this user, on this node."""
+    return Path(tempfile.gettempdir()) / f"octavo-ranks-{os.getuid()}"
 
 
 def _began(pid: int) -> float | None:

@@ -20,13 +20,21 @@ from launch.background import PoliteQueue
 from launch.checkpoint_writer import CheckpointWriter
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.snapshot_ring import Slot, SnapshotRing
-from launch.snapshots import PartnerCopies, SnapshotKey, SnapshotStore, digest_of
+from launch.snapshots import (
+    PartnerCopies,
+    SnapshotKey,
+    SnapshotStore,
+    StoreGoneError,
+    digest_of,
+)
 
 Tier = Literal["ring", "memory", "partner", "disk"]
 
 _STORE_PAUSE_S = 60.0
 """How long the keeper is left alone, without a word, after it failed and that was told: a hung one
 must not hold up the ring."""
+_GONE_PAUSE_S = 2.0
+"""The same for one that has died: another one is on its way."""
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +157,9 @@ class Shipper:
                 shipment.slot.digest,
                 replicated=shipment.replicated,
             )
-        except Exception:
-            self._store_resumes = time.monotonic() + _STORE_PAUSE_S
+        except Exception as error:
+            gone = isinstance(error, StoreGoneError)
+            self._store_resumes = time.monotonic() + (_GONE_PAUSE_S if gone else _STORE_PAUSE_S)
             raise
 
     def _to_partners(self, shipment: _Shipment) -> None:

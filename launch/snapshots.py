@@ -42,6 +42,10 @@ class MismatchedSnapshotError(SnapshotError):
     """The copy is of another model, layout or optimizer than this rank has now."""
 
 
+class StoreGoneError(RuntimeError):
+    """Where a copy should have gone has ended; another one takes its place in a moment."""
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotKey:
     """Which state a copy is of: before ``step``, in that timeline of that attempt."""

@@ -142,9 +142,12 @@ class WorkerGroup:
             # Partners first: theirs is the way that the copies came.
             others = sorted(holding.keys() - {seat.keeper}, key=lambda name: name not in ring)
             own = self._held.get(seat.keeper)
+            ring = [name for name in ring if keepers[name] is not None]
             handles = KeeperHandles(
                 own=keepers[seat.keeper],
-                partners=tuple(k for name in ring if (k := keepers[name]) is not None),
+                own_name=seat.keeper,
+                partners=tuple(keepers[name] for name in ring),
+                partner_names=tuple(ring),
                 sources=tuple(k for name in others if (k := keepers.get(name)) is not None),
                 own_is_source=seat.keeper in holding,
                 nbytes=max(holding.values(), default=0),

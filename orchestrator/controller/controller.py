@@ -381,6 +381,7 @@ class Controller:
                 # Until it has answered: whichever supervisor has the job gets to know.
                 self._supervisors.control(row.id, self._open[row.id])
             self.desk.leave(row)
+            self.desk.keep_up(row, now)
             self._preemption.let_grow(row, now)
             spares = self.desk.fill(row, now)
             if spares is not None:

@@ -17,7 +17,7 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState, TransitionRefused
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
-from orchestrator.nodes.notices import moves, resized, spare_told
+from orchestrator.nodes.notices import keeper_told, moves, resized, spare_told
 from orchestrator.placement.asks import Asks
 from orchestrator.placement.placement import (
     Barred,
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 UNWILLING_S = 30.0
 """Seconds for which a node that Ray didn't grant is passed over."""
+KEEPERS_EVERY_S = 5.0
+"""Seconds between two looks at the keepers of a job that trains."""
 FILL_EVERY_S = 2.0
 """Seconds between two looks for spares."""
 GIVEN_UP_S = 10.0
@@ -107,6 +109,7 @@ class NodeDesk:
         self._unwilling: dict[str, float] = {}
         self._filled: dict[str, float] = {}
         self._grown: dict[str, float] = {}
+        self._kept: dict[str, float] = {}
         self._wished: list[dict[str, float]] | None = None
         self._short: dict[str, int] = {}
         """How many nodes jobs wait for in place of lost ones."""
@@ -255,6 +258,20 @@ class NodeDesk:
         found = sum(not seat.spare for seat in plan.nodes)
         return found if found > working else 0
 
+    def keep_up(self, row: JobRow, now: float) -> None:
+        """Start keepers anew that died while the job trains: what it snapshots next has a place
+        outside its ranks again."""
+        if now - self._kept.get(row.id, now) < KEEPERS_EVERY_S:
+            self._kept.setdefault(row.id, now)
+            return
+        self._kept[row.id] = now
+        need = need_of(row.spec)
+        with self._placing:
+            row = self._store.job(row.id)
+            keep = row.spec.snapshots.keep
+            for seat in self._groups.revive(row.id, row.nodes, need.resource, keep):
+                self._store.note(row.id, keeper_told(seat, now))
+
     def leave(self, row: JobRow) -> None:
         """Give back the nodes that the job has left, once it trains elsewhere."""
         if row.state is JobState.RUNNING and (left := self._left.pop(row.id, None)):
@@ -310,6 +327,7 @@ class NodeDesk:
             self._groups.release(row.id)
             self._store.release(row.id)
         self._filled.pop(row.id, None)
+        self._kept.pop(row.id, None)
         self._short.pop(row.id, None)
         self._left.pop(row.id, None)
 

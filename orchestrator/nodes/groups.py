@@ -67,6 +67,11 @@ class NodeGroups(Protocol):
         """Numbers of held seats that can't be used any more; those whose keeper or placement is
         gone from a node that lives are made anew there."""
 
+    def revive(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        """Start keepers anew that died on nodes that live; of which seats. Waits for none."""
+
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
         """End these seats' keepers and give their nodes back; what is gone is no error."""
 
@@ -95,6 +100,8 @@ class RayNodeGroups:
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
         """When this process started a keeper: one that is young is not lost for being silent."""
+        self._pings: dict[str, Any] = {}
+        """What keepers of jobs that train were asked, by name."""
 
     def capacities(self) -> list[NodeCapacity]:
         import ray
@@ -159,6 +166,45 @@ class RayNodeGroups:
                 logger.warning("the keeper of %s on %s died, and starts again", job, seat.node_ip)
         return lost
 
+    def revive(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        import ray
+
+        dead = [seat for seat in seats if self._has_died(keeper_actor(job, seat.bundle))]
+        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]} if dead else set()
+        revived = []
+        for seat in dead:
+            group = _placement_group(_seat_name(job, seat.bundle))
+            # What else is lost is for the next attempt to replace.
+            if group is not None and seat.node_id in alive:
+                with contextlib.suppress(ValueError):  # its name is free at the next look
+                    _start_keeper(job, seat, group, resource, keep)
+                    self._started[keeper_actor(job, seat.bundle)] = time.monotonic()
+                    revived.append(seat)
+        return revived
+
+    def _has_died(self, name: str) -> bool:
+        """By the answer to what was asked at the last look; it is asked again."""
+        import ray
+
+        ping = self._pings.pop(name, None)
+        if ping is not None:
+            if not ray.wait([ping], timeout=0)[0]:
+                self._pings[name] = ping
+                return False
+            try:
+                ray.get(ping)
+            except ray.exceptions.ActorDiedError:
+                return True
+            except ray.exceptions.RayError as error:
+                logger.warning("%s: %s", name, error)
+        keeper = _actor(name)
+        if keeper is None:
+            return True
+        self._pings[name] = keeper.ping.remote()
+        return False
+
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
         import ray
         from ray.util import remove_placement_group
@@ -167,6 +213,7 @@ class RayNodeGroups:
         _end_ranks([keeper for keeper in keepers.values() if keeper is not None])
         for seat in seats:
             self._started.pop(keeper_actor(job, seat.bundle), None)
+            self._pings.pop(keeper_actor(job, seat.bundle), None)
             keeper = keepers[seat.bundle]
             if keeper is not None:
                 with contextlib.suppress(Exception):  # it may be gone already
@@ -276,7 +323,7 @@ def _start_keeper(job: str, seat: NodeSlot, group: Any, resource: Resource, keep
     deadline = time.monotonic() + PING_S
     while True:
         try:
-            keeper.remote(keep)
+            keeper.remote(keep, keeper_actor(job, seat.bundle))
             return
         except ValueError:
             # One of this name was ended a moment ago, and Ray hasn't taken it in.

@@ -42,3 +42,12 @@ def spare_told(seat: NodeSlot, now: float) -> EventDraft:
     """A spare was found."""
     message = f"Node {told_node(seat)} stands ready as a spare."
     return EventDraft("spare_taken", now, message, {"node_id": seat.node_id})
+
+
+def keeper_told(seat: NodeSlot, now: float) -> EventDraft:
+    """A keeper died while the job trains, and was started again."""
+    message = (
+        f"The keeper of snapshots on {told_node(seat)} died and was started again. What it held is "
+        "gone; it has every rank's state again from the next snapshot on."
+    )
+    return EventDraft("keeper_started", now, message, {"node_id": seat.node_id})

@@ -16,9 +16,11 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from launch.keeper_clients import KeeperStore, Parcels
 from launch.preflight import Demand, Limits, Verdict
 from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
+from launch.snapshots import SnapshotKey, StoreGoneError, digest_of
 from orchestrator.api.client import Client
 from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
 from orchestrator.home.folder import Home, HomeConfig
@@ -107,6 +109,25 @@ def test_seats_are_pinned_replaced_and_given_back_one_by_one(
     until(lambda: free() == [], "placement in Ray's books")
     assert desk.mend(store.job("seated-1"), 2.0) == "", "nothing is wrong"
     before = seats()
+
+    # A keeper that dies while the job trains is started again, and ranks find the new one.
+    name = keeper_actor("seated-1", 1)
+    copies = KeeperStore(ray.get_actor(name, namespace=NAMESPACE), Parcels(), name=name)
+    key, payload = SnapshotKey("seated-1", 1, 0, 0, 5), b"state"
+    copies.put(key, payload, digest_of(payload))
+    ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    with pytest.raises(StoreGoneError):
+        copies.put(key, payload, digest_of(payload))
+
+    def revived() -> list[int]:
+        found = groups.revive("seated-1", store.job("seated-1").nodes, "CPU", 4)
+        return [seat.bundle for seat in found]
+
+    until(lambda: revived() == [1], "the keeper's successor")
+    with pytest.raises(StoreGoneError):
+        copies.put(key, payload, digest_of(payload))
+    copies.put(key, payload, digest_of(payload))
+    assert copies.get(key) is not None and revived() == []
 
     # A keeper that dies on a node that lives is started again in its place.
     ray.kill(ray.get_actor(keeper_actor("seated-1", 0), namespace=NAMESPACE))

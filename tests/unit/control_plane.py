@@ -34,6 +34,8 @@ class FakeGroups:
         """Nodes whose Ray was started again, under another id."""
         self.wishes: list[list[dict[str, float]]] = []
         self.takes = 0
+        self.without_keeper: set[tuple[str, int]] = set()
+        """Seats (job, number) whose keeper died."""
         self.keepers: dict[str, dict[int, Keeper]] = {}
         """Keepers that hold something, by job and seat."""
 
@@ -84,6 +86,13 @@ class FakeGroups:
             for s in seats
             if s.node_id in self.dead or (s in gone and self.take(job, [s], resource, keep))
         }
+
+    def revive(
+        self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
+    ) -> list[NodeSlot]:
+        revived = [seat for seat in seats if (job, seat.bundle) in self.without_keeper]
+        self.without_keeper -= {(job, seat.bundle) for seat in revived}
+        return revived
 
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
         for seat in seats:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from launch.keeper_clients import KeeperStore, Parcels
-from launch.snapshots import DamagedSnapshotError, SnapshotKey
+from launch.snapshots import DamagedSnapshotError, SnapshotKey, StoreGoneError
 
 KEY = SnapshotKey("job", 1, 0, 2, 20)
 
@@ -38,3 +38,31 @@ def test_a_damaged_copy_is_refused_by_an_error_that_ranks_can_tell_each_other(
 def test_any_other_error_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RayTaskError):
         store_that_raises(ValueError("no"), monkeypatch).get(KEY)
+
+
+def test_a_keeper_that_died_is_told_as_that_and_the_one_of_its_name_is_asked_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def keeper(name: str) -> Any:
+        def put(*_: Any, **__: Any) -> str:
+            asked.append(name)
+            return name
+
+        return SimpleNamespace(put=SimpleNamespace(remote=put))
+
+    def get(reference: str, timeout: float) -> None:
+        if reference == "old":
+            raise ActorDiedError
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    found: list[Any] = [None, keeper("new")]
+    monkeypatch.setattr("launch.keeper_clients.named_actor", lambda _: found.pop(0))
+    store = KeeperStore(keeper("old"), Parcels(), name="keeper-0")
+    for _ in range(2):
+        with pytest.raises(StoreGoneError):
+            store.put(KEY, b"state", "digest")
+    store.put(KEY, b"state", "digest")
+    assert asked == ["old", "old", "new"]

@@ -520,3 +520,17 @@ def test_an_older_store_gets_what_it_lacks(tmp_path: Path, plane: ControlPlane) 
 def test_a_node_is_named_by_address_and_the_beginning_of_its_id(plane: ControlPlane) -> None:
     (node,) = plane.groups.capacities()
     assert told_node(node) == "10.0.0.1 (node0)"
+
+
+def test_a_keeper_that_dies_while_the_job_trains_is_started_again_and_told_once(
+    plane: ControlPlane,
+) -> None:
+    job = plane.submit("toy")
+    plane.steps(2)
+    plane.groups.without_keeper.add((job, 0))
+    plane.steps(1)
+    assert plane.told(job, "keeper_started") == []
+    plane.steps(30)
+    assert not plane.groups.without_keeper
+    (told,) = plane.told(job, "keeper_started")
+    assert told.startswith("The keeper of snapshots on 10.0.0.1 (node0) died and was started again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.keeper import Keeper
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
-from launch.snapshots import Payload, SnapshotKey, SnapshotStore, StoredSnapshot
+from launch.snapshots import (
+    Payload,
+    SnapshotKey,
+    SnapshotStore,
+    StoredSnapshot,
+    StoreGoneError,
+)
 from launch.state_block import unpack
 
 
@@ -161,6 +168,35 @@ def test_without_a_keeper_there_are_no_copies_in_memory(rigs: list[Rig], tmp_pat
     rig.snapshot(10)
     assert rig.done() == [("ring", 10)]
     assert rig.failed() == []
+
+
+class Replaced(Keeper):
+    """Gone at first; another one stands there later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone = True
+
+    def put(self, *copy: Any, **how: Any) -> None:
+        if self.gone:
+            raise StoreGoneError("the node's keeper has died")
+        super().put(*copy, **how)
+
+
+def test_a_keeper_that_died_is_asked_again_in_a_moment_and_a_failing_one_is_not(
+    rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("launch.shipping.time", SimpleNamespace(monotonic=lambda: now[0]))
+    keeper = Replaced()
+    rig = rig_of(rigs, keeper, tmp_path)
+    rig.snapshot(10)
+    rig.shipper._queue.wait(10)
+    assert rig.failed() == [("memory", 10)]
+    keeper.gone = False
+    now[0] += 3.0
+    rig.snapshot(20)
+    assert rig.done() == [("ring", 10), ("ring", 20), ("memory", 20)]
 
 
 @pytest.mark.parametrize(
