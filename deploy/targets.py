@@ -33,14 +33,20 @@ def _noted(file: Rendered, told: Sequence[str]) -> Rendered:
     return replace(file, text=file.text.replace(first, below, 1))
 
 
+def _namespaced(profile: ClusterProfile, file: str) -> str:
+    # No Namespace among the objects: whoever deletes these would delete the home's volume with it.
+    namespace = profile.kubernetes.namespace
+    return f"  kubectl create namespace {namespace}; kubectl apply --server-side -f {file}"
+
+
 def _kuberay(profile: ClusterProfile, job: str) -> list[Rendered]:
-    comment = f"{RENDERED}  kubectl apply --server-side -f raycluster.yaml"
+    comment = f"{RENDERED}{_namespaced(profile, 'raycluster.yaml')}"
     text = yaml_text(kuberay.cluster_objects(profile), comment)
     return [Rendered("raycluster.yaml", text)]
 
 
 def _rayjob(profile: ClusterProfile, job: str) -> list[Rendered]:
-    comment = f"{RENDERED}  kubectl apply --server-side -f rayjob.yaml"
+    comment = f"{RENDERED}{_namespaced(profile, 'rayjob.yaml')}"
     return [Rendered("rayjob.yaml", yaml_text(kuberay.job_objects(profile, job), comment))]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from deploy.profile_file import parse_profile
 from orchestrator.cli.main import call
 from orchestrator.cli.show import UNREACHABLE
 from tests.unit.deploy_profiles import JOB, KUBERNETES, OWN_HOSTS, PROFILES, SLURM
@@ -121,6 +123,22 @@ def test_diff_asks_the_cluster_where_no_folder_is_named(
     client(tmp_path / "bin", "kubectl", "echo 'connection refused' >&2; exit 1", monkeypatch)
     assert call(["deploy", "diff", profile]) == UNREACHABLE
     assert "connection refused" in capsys.readouterr().err
+
+
+def test_the_readme_applies_to_a_cluster_that_has_nothing_yet() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert "octavo deploy diff deploy/cluster.yaml" in readme
+    # What differs is exit code 1, after which `&&` goes on with nothing.
+    assert not re.search(r"octavo deploy diff[^\n]*&&", readme)
+    namespace = readme.index("kubectl create namespace octavo")
+    assert namespace < readme.index("octavo deploy apply deploy/cluster.yaml")
+    profile, _ = parse_profile(KUBERNETES, "cluster.yaml")
+    for secret, key in (
+        (profile.security.ray_token_secret, "--from-file=auth_token="),
+        (profile.redis and profile.redis.password_secret, "--from-file=password="),
+        (profile.security.wandb_secret, "--from-env-file="),
+    ):
+        assert f"create secret generic {secret} {key}" in readme
 
 
 def test_a_client_that_is_not_there_is_told_with_what_to_do(
