@@ -13,6 +13,8 @@ and, from another shell, while it runs:
     python -m tests.hosts shape n2 delay=0.2 loss=0.05 rate=100mbit        shape n2: plain again
     python -m tests.hosts fill                       no byte free on the jobs' disk; free
     python -m tests.hosts shell n2 COMMAND…          a command on a node
+
+Where several run, say which: python -m tests.hosts --cluster PID kill n2
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.hosts.cluster import Cluster, interruptible
@@ -33,8 +36,11 @@ def main() -> int:
     """Entry of ``python -m tests.hosts``; the exit code."""
     words = sys.argv[1:]
     try:
-        if words and not words[0].startswith("-"):
-            return order(words)
+        match words:
+            case ["--cluster", pid, *rest]:
+                return order(rest, which(Cluster.running(), pid))
+            case [word, *_] if not word.startswith("-"):
+                return order(words, which(Cluster.running()))
         return hold()
     except (RuntimeError, KeyError, ValueError) as error:
         print(f"tests.hosts: {error.args[0] if error.args else error}", file=sys.stderr)
@@ -73,7 +79,8 @@ def told(cluster: Cluster) -> str:
     two = f"num_nodes: 2, slots_per_node: {cluster.layout.slots[0]}"
     return "\n".join(
         [
-            f"{len(cluster.nodes)} hosts, {cluster.layout.slots[0]} slots each; the controller is "
+            f"{len(cluster.nodes)} hosts of process {cluster.layout.pid}, "
+            f"{cluster.layout.slots[0]} slots each; the controller is "
             f"on n0, {cluster.home.server().url if cluster.home.server() else '?'}",
             *(
                 f"  {node.name}  {node.address}  namespace {node.host.name}"
@@ -92,12 +99,20 @@ def told(cluster: Cluster) -> str:
     )
 
 
-def order(words: list[str]) -> int:
-    """One command to the cluster that runs."""
-    running = Cluster.running()
+def which(running: Sequence[Cluster], pid: str | None = None) -> Cluster:
+    """The cluster that is meant. Raises RuntimeError where that can't be known."""
     if not running:
         raise RuntimeError("no cluster runs here; start one: python -m tests.hosts --nodes 3")
-    cluster = running[-1]
+    found = [cluster for cluster in running if pid in (None, str(cluster.layout.pid))]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(str(cluster.layout.pid) for cluster in running)
+    asked = f"no cluster is of process {pid}" if pid else f"{len(running)} clusters run here"
+    raise RuntimeError(f"{asked}: --cluster PID before the order names one of {there}")
+
+
+def order(words: list[str], cluster: Cluster) -> int:
+    """One command to a cluster that runs."""
     match words:
         case ["octavo", *rest]:
             _run_on(cluster, "n0", [str(Path(sys.executable).with_name("octavo")), *rest])

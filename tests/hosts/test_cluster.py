@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.hosts.__main__ import which
 from tests.hosts.cluster import Cluster
 from tests.hosts.network import ROOT
 
@@ -22,6 +24,17 @@ def order(*words: str) -> str:
     return done.stdout
 
 
+def test_an_order_goes_to_the_one_cluster_that_runs_or_to_the_one_that_is_named() -> None:
+    one, other = (SimpleNamespace(layout=SimpleNamespace(pid=pid)) for pid in (11, 12))
+    assert which([one]) is one and which([one, other], "12") is other
+    with pytest.raises(RuntimeError, match="no cluster runs here"):
+        which([])
+    with pytest.raises(RuntimeError, match="2 clusters run here: --cluster PID .* 11, 12"):
+        which([one, other])
+    with pytest.raises(RuntimeError, match="no cluster is of process 13: .* 11, 12"):
+        which([one, other], "13")
+
+
 @pytest.mark.usefixtures("_hosts_work")
 def test_a_cluster_held_by_hand_takes_orders_and_leaves_nothing_when_it_is_killed() -> None:
     with subprocess.Popen(
@@ -29,25 +42,27 @@ def test_a_cluster_held_by_hand_takes_orders_and_leaves_nothing_when_it_is_kille
     ) as holder:
         try:
             assert holder.stdout is not None
-            assert holder.stdout.readline().startswith("2 hosts, 2 slots each")
+            head = f"2 hosts of process {holder.pid}, 2 slots each"
+            assert holder.stdout.readline().startswith(head)
             cluster = next(c for c in Cluster.running() if c.layout.pid == holder.pid)
-            assert order("octavo", "list").startswith("JOB")
-            assert order("status").count(" processes") == 2
+            mine = ("--cluster", str(holder.pid))
+            assert order(*mine, "octavo", "list").startswith("JOB")
+            assert order(*mine, "status").count(" processes") == 2
             doctor = json.loads(
-                order("octavo", "doctor", "--group", "all", "--no-wandb", "-o", "json")
+                order(*mine, "octavo", "doctor", "--group", "all", "--no-wandb", "-o", "json")
             )
             assert {node.address for node in cluster.nodes} <= {
                 finding["node"] for finding in doctor["findings"]
             }
             assert any(f["message"].endswith("on all 2 nodes") for f in doctor["findings"])
-            order("kill", "n1")
+            order(*mine, "kill", "n1")
             assert cluster.node("n1").host.pids() == []
-            order("restart", "n1")
+            order(*mine, "restart", "n1")
             assert cluster.node("n1").host.pids() != []
-            order("fill")
+            order(*mine, "fill")
             with pytest.raises(OSError, match="No space left"):
                 (cluster.storage / "more").write_bytes(bytes(1 << 20))
-            order("free")
+            order(*mine, "free")
             (cluster.storage / "more").write_bytes(bytes(1 << 20))
         finally:
             # Without a chance to clean up: its reaper does.

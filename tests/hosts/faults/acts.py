@@ -292,6 +292,53 @@ def kill_head(scene: Scene) -> None:
     cluster.restart_head()
 
 
+def budget_spent(scene: Scene) -> None:
+    """A rank dies and no restart is left; then a person lets the job go on."""
+    os.kill(scene.rank(1).pid, signal.SIGKILL)
+    scene.resume()
+
+
+def cancel_in_recovery(scene: Scene) -> None:
+    """A person cancels the job while it recovers from a dead rank, and lets it go on later."""
+    before = len(scene.events)
+    os.kill(scene.rank(1).pid, signal.SIGKILL)
+    scene.wait_for_event("incident", 30, after=before)
+    scene.client.patiently(scene.client.cancel, scene.job, "the row wants it")
+    scene.resume()
+
+
+def pause_when_short(scene: Scene) -> None:
+    """A person pauses the job that waits for a node in place of a dead one, which then is back."""
+    lost = scene.node_without_head()
+    before = len(scene.events)
+    lost.kill()
+    scene.wait_for_event("waiting", 60, after=before)
+    scene.client.patiently(scene.client.pause, scene.job)
+    scene.wait_for_end(90)
+    lost.restart()
+    scene.resume()
+
+
+def keepers_then_rank(scene: Scene) -> None:
+    """All that holds copies dies alone; some snapshots later so does a rank."""
+    before = len(scene.events)
+    keepers = [(n, pid) for n in scene.cluster.nodes for pid in n.processes("ray::Keeper")]
+    for _, pid in keepers:
+        os.kill(pid, signal.SIGKILL)
+    for number in range(len(keepers)):
+        scene.wait_for_event("keeper_started", 60, after=before + number)
+    # Two snapshots, and one under way.
+    scene.wait_for_step(scene.newest + 15)
+    os.kill(scene.rank(1).pid, signal.SIGKILL)
+
+
+def within_an_interval(scene: Scene) -> Sequence[str]:
+    """No more was done again than since the newest snapshot that had been sent."""
+    redone = len(scene.steps) - len({step.step for step in scene.steps})
+    most = 2 * int(scene.spec["snapshots"]["every"])
+    return [f"{redone} steps were done again, {most} at most"] if redone > most else []
+
+
 def fewer_replicas(scene: Scene) -> Sequence[str]:
     """It went on with half its ranks."""
     told = [event["message"] for event in scene.events if event["kind"] == "attempt_started"]

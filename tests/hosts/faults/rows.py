@@ -16,6 +16,8 @@ from tests.hosts.faults.acts import (
     Act,
     Check,
     back_to_before,
+    budget_spent,
+    cancel_in_recovery,
     cut,
     damaged,
     fewer_replicas,
@@ -24,6 +26,7 @@ from tests.hosts.faults.acts import (
     flip_byte,
     flip_replica,
     freeze_node,
+    keepers_then_rank,
     kill_all,
     kill_controller,
     kill_gcs,
@@ -37,12 +40,14 @@ from tests.hosts.faults.acts import (
     nothing,
     one_attempt,
     out_of_memory,
+    pause_when_short,
     rank_and_node,
     shaped,
     signalled,
     take_manifest,
     truncate,
     two_at_once,
+    within_an_interval,
 )
 
 
@@ -84,6 +89,9 @@ CONTROLLER_ELSEWHERE = HEAD_IN_REDIS | {"controller": 1}
 
 LONG = ALONE | {"training": {"steps": 240}}
 """Still at work when a head is back."""
+
+IN_MEMORY: dict[str, Any] = ALONE | {"checkpoint": {"every": 1000}}
+"""No checkpoint but the one that a job's end makes: what outlives ranks is in keepers alone."""
 
 ONE_SLOT: dict[str, Any] = {
     "slots_per_node": 1,
@@ -171,6 +179,36 @@ ROWS = (
     Row("rank_and_node", "two at once: rank, node", rank_and_node),
     Row("in_recovery", "a rank, another in the recovery", kill_in_recovery),
     Row("in_checkpoint", "a rank during a checkpoint", kill_in_checkpoint),
+    Row(
+        "budget_spent",
+        "a rank, no restart left: paused, resumed (no checkpoint before)",
+        budget_spent,
+        changes=IN_MEMORY | {"recovery": {"max_restarts": 0}},
+        check=within_an_interval,
+    ),
+    Row(
+        "cancelled_in_recovery",
+        "a rank, cancelled while it recovers, resumed (no checkpoint before)",
+        cancel_in_recovery,
+        changes=IN_MEMORY,
+        check=within_an_interval,
+    ),
+    Row(
+        "paused_when_short",
+        "node killed, no other there, paused, resumed (no checkpoint before)",
+        pause_when_short,
+        cluster=NO_RANKS_ON_THE_HEAD,
+        changes=IN_MEMORY,
+        check=within_an_interval,
+        deadline_s=300,
+    ),
+    Row(
+        "keepers_then_rank",
+        "the keepers of snapshots, and a rank later (no checkpoint before)",
+        keepers_then_rank,
+        changes=IN_MEMORY | {"training": {"steps": 240}},
+        check=within_an_interval,
+    ),
     Row(
         "wandb",
         "W&B unreachable",

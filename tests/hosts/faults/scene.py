@@ -102,9 +102,9 @@ class Scene:
         """Ids of jobs that it put into the queue."""
         self.state = "queued"
         self.settled = False
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
-        self._thread.start()
+        self._after_step = self._after_event = 0
+        """Of what is recorded, what was read."""
+        self._look_on()
 
     @property
     def newest(self) -> int:
@@ -143,6 +143,14 @@ class Scene:
         """Until the job is at rest."""
         if not self._ended.wait(seconds):
             raise HangError(f"the job is {self.state} at step {self.newest} after {seconds:.0f} s")
+
+    def resume(self, seconds: float = 90.0) -> None:
+        """Wait until the job is at rest, its nodes given back; then let it go on."""
+        self.wait_for_end(seconds)
+        self._thread.join(30)
+        self.settled = False
+        self.client.patiently(self.client.resume, self.job, "the row goes on")
+        self._look_on()
 
     def ranks(self) -> list[Rank]:
         """Ranks of the newest attempt, by their number."""
@@ -202,18 +210,22 @@ class Scene:
                 )
             time.sleep(0.02)
 
+    def _look_on(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
+        self._thread.start()
+
     def _watch(self) -> None:
-        after_step = after_event = 0
         while True:
             try:
-                page = self.client.events(self.job, after_event)
+                page = self.client.events(self.job, self._after_event)
                 self.events += page["events"]
-                after_event = page["next"]
-                rows = self.client.steps(self.job, after_step, tensors=False)
+                self._after_event = page["next"]
+                rows = self.client.steps(self.job, self._after_step, tensors=False)
                 self.steps += [
                     Step(r["attempt"], r["step"], r["time"], r["loss"]) for r in rows["steps"]
                 ]
-                after_step = rows["next"]
+                self._after_step = rows["next"]
                 self.state = rows["state"]
                 if page["settled"] and not page["events"] and not rows["steps"]:
                     self.settled = True
