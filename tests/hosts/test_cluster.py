@@ -29,9 +29,9 @@ def test_an_order_goes_to_the_one_cluster_that_runs_or_to_the_one_that_is_named(
     assert which([one]) is one and which([one, other], "12") is other
     with pytest.raises(RuntimeError, match="no cluster runs here"):
         which([])
-    with pytest.raises(RuntimeError, match="2 clusters run here: --cluster PID .* 11, 12"):
+    with pytest.raises(RuntimeError, match=r"2 clusters run here: --cluster PID .* 11, 12"):
         which([one, other])
-    with pytest.raises(RuntimeError, match="no cluster is of process 13: .* 11, 12"):
+    with pytest.raises(RuntimeError, match=r"no cluster is of process 13: .* 11, 12"):
         which([one, other], "13")
 
 
