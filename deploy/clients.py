@@ -54,13 +54,16 @@ def applying(
             remedy = f"pip install -c constraints.txt '.[{target}]' in a checkout"
             raise CommandError(told, f"{remedy}, or run `ray up {name}` where they are")
     if target in CLOUDS or target == "on-prem":
+        _wants_token(profile)
         ray = str(Path(sys.executable).with_name("ray"))
         return Step((ray, "up", "--yes", name), LAUNCHER_S, f"start {profile.name} by `ray up`")
     if target == "slurm":
         if job is None:
             raise CommandError("sbatch wants a job", "name its file: --job job.yaml", USAGE)
         _wants("sbatch", f"sbatch {name} {job}", "on a login node")
-        return Step(("sbatch", name, str(job.absolute())), SBATCH_S, f"queue {job} by `sbatch`")
+        # Not the folder that it is called in, which is gone when the job writes its log there.
+        words = ("sbatch", f"--chdir={Path.cwd()}", name, str(job.absolute()))
+        return Step(words, SBATCH_S, f"queue {job} by `sbatch`")
     if target == "systemd":
         raise CommandError("no client installs units on other hosts", _by_hand(profile))
     raise CommandError("images are built of a checkout", _build(files))
@@ -126,6 +129,16 @@ def _wants(client: str, instead: str, where: str) -> None:
     if shutil.which(client) is None:
         remedy = f"render it (--out DIR) and run `{instead}` {where}"
         raise CommandError(f"{client} is not on this machine's PATH", remedy)
+
+
+def _wants_token(profile: ClusterProfile) -> None:
+    """Ray's token, which `ray up` copies: without it that ends in an assertion of Ray's."""
+    file = Path(profile.security.ray_token_file).expanduser()
+    if not file.is_file() or not file.stat().st_size:
+        remedy = f"`ray get-auth-token --generate` once, and chmod 600 {file}"
+        raise CommandError(f"no token of Ray's in {file}", remedy, USAGE)
+    if file.stat().st_mode & 0o077:
+        raise CommandError(f"{file} can be read by others", f"chmod 600 {file}", USAGE)
 
 
 def _by_hand(profile: ClusterProfile) -> str:

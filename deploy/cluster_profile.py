@@ -26,12 +26,14 @@ from deploy.profile_values import (
     LabelKey,
     LabelValue,
     Namespace,
+    ObjectName,
     Quantity,
     RayLabel,
     RedisAddress,
     ResourceName,
     SecretName,
     SlurmTime,
+    TokenFile,
     VolumePath,
     Word,
 )
@@ -151,9 +153,9 @@ class VolumeConfig(_Section):
     """A folder, and in Kubernetes the volume that it is on."""
 
     path: VolumePath
-    claim: SecretName | None = None
+    claim: ObjectName | None = None
     """A claim that is there already; unset: one is made."""
-    storage_class: Word | None = None
+    storage_class: ObjectName | None = None
     size: Quantity = "100Gi"
 
 
@@ -197,7 +199,7 @@ class SecurityConfig(_Section):
     """Kubernetes namespaces that may reach the API."""
     ray_token_secret: SecretName | None = None
     """Kubernetes secret with Ray's token (key auth_token); unset: KubeRay makes one."""
-    ray_token_file: Word = "~/.ray/auth_token"
+    ray_token_file: TokenFile = "~/.ray/auth_token"
     """Ray's token (0600), elsewhere than on Kubernetes; the same on every host."""
     wandb_secret: SecretName | None = None
     """Kubernetes secret with W&B's key (key WANDB_API_KEY)."""
@@ -219,7 +221,7 @@ class KubernetesConfig(_Section):
 
     namespace: Namespace = "octavo"
     operator_namespace: Namespace = "kuberay-operator"
-    priority_class: SecretName | None = None
+    priority_class: ObjectName | None = None
     user_id: int = Field(1000, ge=1)
     """Of all processes in containers, and the group of their volumes."""
 

@@ -345,7 +345,12 @@ def _disruption(profile: ClusterProfile, group: NodeGroup) -> Object:
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata(profile, f"{profile.name}-{group.name}"),
-        "spec": {"minAvailable": group.fewest - 1, "selector": {"matchLabels": selected}},
+        "spec": {
+            "minAvailable": group.fewest - 1,
+            "selector": {"matchLabels": selected},
+            # Else pods that don't start would hold nodes that nobody can drain.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
     }
 
 

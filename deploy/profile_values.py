@@ -36,6 +36,18 @@ def _secret_name(text: str) -> str:
     return text
 
 
+def _object_name(text: str) -> str:
+    if not _SECRET_NAME.fullmatch(text):
+        raise ValueError("is no name of a Kubernetes object: lower-case letters, digits, dashes")
+    return text
+
+
+def _token_file(text: str) -> str:
+    if not _plain(text).startswith(("/", "~/")):
+        raise ValueError("must be a path from / or ~/, the same on every host")
+    return text
+
+
 def _plain(text: str) -> str:
     # What is rendered from it are shell scripts and units: a quote or blank would end a word.
     if not _PLAIN.fullmatch(text):
@@ -138,6 +150,8 @@ def _image(text: str) -> str:
 
 
 Quantity = Annotated[str, AfterValidator(_quantity)]
+ObjectName = Annotated[str, AfterValidator(_object_name)]
+TokenFile = Annotated[str, AfterValidator(_token_file)]
 SecretName = Annotated[str, AfterValidator(_secret_name)]
 Word = Annotated[str, AfterValidator(_plain)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]

@@ -219,7 +219,31 @@ def test_slurm_gets_script_and_job(
     Path(profile).write_text(SLURM)
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
-    client(tmp_path / "bin", "sbatch", 'test -x "$1" && echo "$@"', monkeypatch)
+    client(tmp_path / "bin", "sbatch", 'test -x "$2" && echo "$@"', monkeypatch)
     words = ["deploy", "apply", profile, "--target", "slurm", "--yes", "--job", str(job)]
     assert call([*words, "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["output"] == f"octavo.sbatch {job}\n"
+    said = json.loads(capsys.readouterr().out)["output"]
+    # Its log is written where it was called, not in a folder that is gone by then.
+    assert said == f"--chdir={Path.cwd()} octavo.sbatch {job}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "told"),
+    [(None, 0, "no token"), ("", 0o600, "no token"), ("x", 0o644, "read by others")],
+)
+def test_rays_token_is_looked_for_before_machines_are_started(
+    content: str | None,
+    mode: int,
+    told: str,
+    profile: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    token = tmp_path / "token"
+    if content is not None:
+        token.write_text(content)
+        token.chmod(mode)
+    given = OWN_HOSTS.replace("security: {", f"security: {{ray_token_file: {token}, ")
+    Path(profile).write_text(given)
+    assert call(["deploy", "apply", profile, "--target", "on-prem", "--yes"]) == 2
+    assert told in capsys.readouterr().err

@@ -50,6 +50,8 @@ def test_a_drain_may_always_take_a_node_and_no_more_than_one_of_the_fewest(
     made = documents(KUBERNETES.replace("min: 2", sizes))
     budgets = [d for d in made if d["kind"] == "PodDisruptionBudget"]
     assert {d["metadata"]["name"]: d["spec"]["minAvailable"] for d in budgets} == least
+    # One that never starts holds no node.
+    assert all(d["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for d in budgets)
     assert faults(made) == []
 
 
@@ -150,6 +152,12 @@ def test_the_heads_shared_memory_leaves_it_the_most_of_its_own() -> None:
         ("name: h100\n", "name: headgroup\n", "is what Ray calls the head's"),
         ("security:", "kubernetes: {namespace: a.b}\nsecurity:", "kubernetes.namespace"),
         ("home: {size: 20Gi}", "home: {path: /octavo/jobs}", "storage.jobs.path"),
+        ("jobs: {claim: octavo-jobs}", "jobs: {claim: Octavo_Jobs}", "name of a Kubernetes object"),
+        (
+            "jobs: {claim: octavo-jobs}",
+            "jobs: {storage_class: 'a b'}",
+            "storage.jobs.storage_class",
+        ),
         ("security: {", "security: {allow_namespaces: [research], ", "lets nobody in"),
         ("security: {", "security: {plain_http: true, tls_secret: x, ", "contradicts the TLS"),
         ("home: {size: 20Gi}", "home: {path: '/a:b'}", "storage.home.path"),

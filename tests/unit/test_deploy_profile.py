@@ -160,6 +160,7 @@ def test_a_secret_in_a_command_is_refused_and_a_file_that_has_it_is_not(
 @pytest.mark.parametrize(
     ("section", "told"),
     [
+        ("security: {ray_token_file: token}", "must be a path from / or ~/"),
         ("prices: {currency: usd}", "is no currency, which is three capitals as USD"),
         ("slurm: {time: forever}", "is no time of Slurm, which is as 90 (minutes)"),
         ('slurm: {time: "4:00"}', "is no longer than notice_s, 300 s"),
