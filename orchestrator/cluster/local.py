@@ -27,7 +27,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from orchestrator.cluster.head import lasting_tables
 from orchestrator.home.folder import Home, replace_file
@@ -37,6 +37,7 @@ from orchestrator.home.redis_tables import PASSWORD_VARIABLE, RAY_VARIABLES, Red
 START_TIMEOUT_S = 180.0
 """The first start in a new environment compiles every module; later ones take seconds."""
 END_TIMEOUT_S = 20.0
+RAY_STARTS = 3
 TAKEN = "taken:"
 """What a host says in place of ``ready`` when the home has one."""
 SWEEP_S = 3.0
@@ -266,12 +267,11 @@ def _forget(home: Home, tables: RedisTables) -> None:
 
 def _start(home: Home, folder: Path, slots: int) -> str:
     import psutil
-    import ray
 
     from orchestrator.cluster.controller_actor import start_controller
     from orchestrator.protocol import NAMESPACE
 
-    ray.init(
+    _start_ray(
         address="local",
         num_cpus=slots,
         namespace=NAMESPACE,
@@ -286,6 +286,21 @@ def _start(home: Home, folder: Path, slots: int) -> str:
     host = Host(os.getpid(), psutil.Process().create_time(), str(folder), slots, url)
     replace_file(home.path / "host.json", json.dumps(asdict(host)))
     return url
+
+
+def _start_ray(**how: Any) -> None:
+    """Ray gives its own processes half a minute, which an overworked machine may not have."""
+    import ray
+
+    for left in range(RAY_STARTS, 0, -1):
+        try:
+            ray.init(**how)
+            return
+        except Exception as error:
+            if left == 1 or "timed out during startup" not in str(error):
+                raise
+            print(f"Ray did not start in time, and is started again: {error}", file=sys.stderr)
+            ray.shutdown()
 
 
 def _end(home: Home, folder: Path) -> None:

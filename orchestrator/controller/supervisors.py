@@ -20,7 +20,7 @@ from orchestrator.recovery.controls import Control
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 120.0
+SILENCE_S = 60.0
 """Seconds without an answer after which a supervisor counts as lost."""
 
 
