@@ -403,7 +403,8 @@ class Controller:
         return True
 
     def _stop_without_ranks(self, row: JobRow, now: float) -> bool:
-        """A job whose nodes are gone has no ranks that could stop: what is on disk is its state."""
+        """A job whose nodes are gone has no ranks that could stop: its state is what is on disk,
+        and what the nodes that are left hold, which ``_clear`` sees to."""
         asked = [c for c in self._open.get(row.id, ()) if c.kind in STOPS]
         if asked:
             _, cause = end_of(asked[0])
