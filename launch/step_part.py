@@ -82,39 +82,53 @@ Sent = Report | StepPart
 """What a supervisor is sent: reports of a step may be merged on the way."""
 
 
-def part_of(report: RankReport) -> StepPart:
-    """The part of one rank. ValueError when its statistics don't fit their names."""
-    rank = report.rank
-    odd = report.nonfinite_loss or bool(report.nonfinite_parameters)
-    keys = tuple(report.comm)
-    values = tuple(report.comm.values())
-    said = {(report.checksum_names, report.checksums): (rank,)}
+def part_of(*reports: RankReport) -> StepPart:
+    """The part of some ranks, at least one, of the same step. ValueError when statistics don't fit
+    their names. The same as each rank's part merged with the others', for less."""
+    ordered = sorted(reports, key=lambda report: report.rank)
+    first, last = ordered[0], ordered[-1]
+    odd = [r for r in ordered if r.nonfinite_loss or r.nonfinite_parameters]
     return StepPart(
-        attempt=report.attempt,
-        timeline=report.timeline,
-        step=report.step,
-        ranks=np.array([rank], np.int32),
-        compute_s=np.array([report.compute_s], np.float64),
-        time=report.time,
-        batch=report.batch,
-        lr=report.lr,
-        loss=report.loss,
-        grad_norm=report.grad_norm,
-        tokens=report.tokens,
-        step_time_s=report.step_time_s,
-        skipped=report.skipped,
-        command=report.command,
-        batches=frozenset((report.batch,)),
-        drills=frozenset(report.drills),
-        tensors=sums_of(rank, report.stats_names, report.stats),
-        high_precision_layers={report.high_precision_layers: rank},
-        comm={keys: Exchanged(rank, 1, tuple(ExactSum.of((v,)) for v in values), values)}
-        if keys
-        else {},
-        nonfinite_ranks=(rank,) if odd else (),
-        nonfinite_parameters={report.nonfinite_parameters: rank} if odd else {},
-        replicas={report.replicas: said} if report.checksums else {},
+        attempt=first.attempt,
+        timeline=first.timeline,
+        step=first.step,
+        ranks=np.array([report.rank for report in ordered], np.int32),
+        compute_s=np.array([report.compute_s for report in ordered], np.float64),
+        time=max(report.time for report in ordered),
+        batch=first.batch,
+        lr=first.lr,
+        loss=last.loss,
+        grad_norm=last.grad_norm,
+        tokens=max(report.tokens for report in ordered),
+        step_time_s=max(report.step_time_s for report in ordered),
+        skipped=any(report.skipped for report in ordered),
+        command=min(report.command for report in ordered),
+        batches=frozenset(report.batch for report in ordered),
+        drills=frozenset(drill for report in ordered for drill in report.drills),
+        tensors=sums_of((r.rank, r.stats_names, r.stats) for r in ordered),
+        high_precision_layers=_first({r.high_precision_layers: r.rank} for r in ordered),
+        comm=_measured(ordered),
+        nonfinite_ranks=tuple(report.rank for report in odd),
+        nonfinite_parameters=_few(_first({r.nonfinite_parameters: r.rank} for r in odd)),
+        replicas=_replicas(
+            {r.replicas: {(r.checksum_names, r.checksums): (r.rank,)}}
+            for r in ordered
+            if r.checksums
+        ),
     )
+
+
+def _measured(reports: Sequence[RankReport]) -> Mapping[Names, Exchanged]:
+    groups: dict[Names, list[RankReport]] = {}
+    for report in reports:
+        if report.comm:
+            groups.setdefault(tuple(report.comm), []).append(report)
+    found = {}
+    for keys, ranks in groups.items():
+        columns = list(zip(*(report.comm.values() for report in ranks), strict=True))
+        sums = tuple(map(ExactSum.of, columns))
+        found[keys] = Exchanged(ranks[0].rank, len(ranks), sums, tuple(map(worst, columns)))
+    return found
 
 
 def merged(parts: Sequence[StepPart]) -> StepPart:

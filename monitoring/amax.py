@@ -66,13 +66,18 @@ def encode(stats: npt.NDArray[np.float32]) -> bytes:
 
 def decode(stats: bytes, names: Sequence[str]) -> npt.NDArray[np.float32]:
     """float32 [tensors, 9] of one rank; ValueError when the bytes don't fit the names."""
+    check_size(stats, names)
+    return np.frombuffer(stats, dtype="<f4").reshape(len(names), len(COLUMNS))
+
+
+def check_size(stats: bytes, names: Sequence[str]) -> None:
+    """Raises ValueError when the bytes don't fit the names."""
     wanted = len(names) * len(COLUMNS) * 4
     if len(stats) != wanted:
         raise ValueError(
             f"{len(stats)} bytes of statistics for {len(names)} tensors; "
             f"float32 [{len(names)}, {len(COLUMNS)}] has {wanted}"
         )
-    return np.frombuffer(stats, dtype="<f4").reshape(len(names), len(COLUMNS))
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from monitoring.amax import COLUMNS, decode
+from monitoring.amax import COLUMNS, check_size
 from monitoring.exact_sums import fixed_point, total
 from monitoring.tensor_stats import TensorColumns
 
@@ -71,21 +71,31 @@ Sums = Mapping[Names, TensorSums]
 """By what is named, in no order."""
 
 
-def sums_of(rank: int, names: Names, stats: bytes) -> Sums:
-    """Of one rank's report; ValueError when the bytes don't fit the names."""
-    table = decode(stats, names)
-    if not names:
-        return {}
-    wide = table.astype(np.float64)
+def sums_of(ranks: Iterable[tuple[int, Names, bytes]]) -> Sums:
+    """Of the reports of some ranks, (rank, names, bytes), in the order of the ranks; ValueError
+    when the bytes don't fit the names."""
+    groups: dict[Names, list[tuple[int, bytes]]] = {}
+    for rank, names, stats in ranks:
+        check_size(stats, names)
+        if names:
+            groups.setdefault(names, []).append((rank, stats))
+    return {names: _sums(names, found) for names, found in groups.items()}
+
+
+def _sums(names: Names, found: Sequence[tuple[int, bytes]]) -> TensorSums:
+    joined = b"".join(stats for _, stats in found)
+    table = np.frombuffer(joined, dtype="<f4").reshape(len(found), len(names), len(COLUMNS))
     energies, unmeasured = None, None
-    measured = table[:, _ENERGIES]
+    measured = table[:, :, _ENERGIES]
     if measured.any():
         finite = np.isfinite(measured)
-        energies = fixed_point(np.where(finite, measured, np.float32(0.0)))
-        unmeasured = None if finite.all() else ~finite
-    scale = wide[:, _COLUMN["scale"]]
-    amax = np.maximum(wide[:, _COLUMN["amax"]], 0.0)
-    return {names: TensorSums(rank, amax, scale, scale, wide[:, _COUNTERS], energies, unmeasured)}
+        energies = fixed_point(np.where(finite, measured, np.float32(0.0))).sum(axis=0)
+        unmeasured = None if finite.all() else ~finite.all(axis=0)
+    scale = table[:, :, _COLUMN["scale"]].astype(np.float64)
+    amax = table[:, :, _COLUMN["amax"]].max(axis=0).astype(np.float64)
+    counters = table[:, :, _COUNTERS].sum(axis=0, dtype=np.float64)
+    low, high = scale.min(axis=0), scale.max(axis=0)
+    return TensorSums(found[0][0], np.maximum(amax, 0.0), low, high, counters, energies, unmeasured)
 
 
 def added(parts: Iterable[Sums]) -> Sums:
@@ -150,9 +160,8 @@ def merge(
     ranks: Iterable[tuple[Sequence[str], bytes]], *, same_scale: bool = False
 ) -> TensorColumns:
     """``columns_of`` the (names, bytes) of some ranks' reports, in the order of the ranks."""
-    reported = enumerate(ranks)
-    parts = [sums_of(rank, tuple(names), stats) for rank, (names, stats) in reported]
-    return columns_of(added(parts), same_scale=same_scale)
+    reported = ((rank, tuple(names), stats) for rank, (names, stats) in enumerate(ranks))
+    return columns_of(sums_of(reported), same_scale=same_scale)
 
 
 @lru_cache(maxsize=8)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from launch.commands import RankReport
 from launch.step_part import (
@@ -36,24 +35,50 @@ class _Open:
     """A step that some ranks have reported."""
 
     def __init__(self, world_size: int) -> None:
-        self.parts: list[StepPart] = []
-        self.here = np.zeros(world_size, np.bool_)
+        self._reports: dict[int, RankReport] = {}
+        """Of ranks that came alone."""
+        self._parts: list[StepPart] = []
+        self._here = bytearray(world_size)
+        self._left = world_size
 
-    def add(self, part: StepPart) -> bool:
+    def add(self, sent: RankReport | StepPart) -> bool:
         """Take it in, unless its ranks are here; whether all ranks are."""
-        known = self.here[part.ranks]
-        if known.any():
-            if known.all():
-                return False
+        if isinstance(sent, StepPart):
+            return self._add_part(sent)
+        if not self._here[sent.rank]:
+            self._here[sent.rank] = 1
+            self._left -= 1
+            self._reports[sent.rank] = sent
+        return not self._left
+
+    def _add_part(self, part: StepPart) -> bool:
+        ranks = part.ranks.tolist()
+        known = sum(self._here[rank] for rank in ranks)
+        if known == len(ranks):
+            return False
+        if known:
             # Some of its ranks came by another way before: the part has them too.
-            inside = [p for p in self.parts if np.isin(p.ranks, part.ranks).any()]
+            inside = [p for p in self._parts if np.isin(p.ranks, part.ranks).any()]
             if not all(np.isin(p.ranks, part.ranks).all() for p in inside):
                 logger.error("step %d: parts of the ranks overlap; the later is refused", part.step)
                 return False
-            self.parts = [p for p in self.parts if not any(p is one for one in inside)]
-        self.parts.append(part)
-        self.here[part.ranks] = True
-        return bool(self.here.all())
+            self._parts = [p for p in self._parts if not any(p is one for one in inside)]
+            for rank in ranks:
+                self._reports.pop(rank, None)
+        self._parts.append(part)
+        for rank in ranks:
+            self._here[rank] = 1
+        self._left -= len(ranks) - known
+        return not self._left
+
+    def whole(self) -> StepPart:
+        """All that came."""
+        alone = [part_of(*self._reports.values())] if self._reports else []
+        return merged([*alone, *self._parts])
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not come."""
+        return tuple(rank for rank, here in enumerate(self._here) if not here)
 
 
 class RecordMerger:
@@ -80,14 +105,13 @@ class RecordMerger:
         place = (report.attempt, report.timeline)
         if place != (self.attempt, self.timeline) or report.step <= self._done:
             return None
-        part = report if isinstance(report, StepPart) else part_of(report)
-        step = self._steps.get(part.step)
+        step = self._steps.get(report.step)
         if step is None:
-            step = self._steps[part.step] = _Open(self.world_size)
-        if step.add(part):
-            del self._steps[part.step]
-            self._done = part.step
-            return merged(step.parts)
+            step = self._steps[report.step] = _Open(self.world_size)
+        if step.add(report):
+            del self._steps[report.step]
+            self._done = report.step
+            return step.whole()
         if len(self._steps) > self._limit:
             given_up = min(self._steps)
             logger.error("step %d was reported by some ranks only; given up", given_up)
@@ -98,13 +122,12 @@ class RecordMerger:
         """Ranks that have not reported the oldest step held; () when nothing is held."""
         if not self._steps:
             return ()
-        missing: npt.NDArray[np.int64] = np.flatnonzero(~self._steps[min(self._steps)].here)
-        return tuple(missing.tolist())
+        return self._steps[min(self._steps)].missing()
 
 
 def merge_reports(reports: Sequence[RankReport]) -> StepRecord:
     """One record of all ranks' reports of one step."""
-    return record_of(merged([part_of(report) for report in reports]))
+    return record_of(part_of(*reports))
 
 
 def record_of(part: StepPart) -> StepRecord:

@@ -338,8 +338,10 @@ def _up(groups: Sequence[Sequence[bytes]]) -> tuple[list[bytes], list[float]]:
     for group in groups:
         began = time.thread_time()
         found = [one for message in group for one in pickle.loads(message)]
-        parts = [one if isinstance(one, StepPart) else part_of(one) for one in found]
-        sent.append(pickle.dumps([merged(parts)]))
+        parts = [one for one in found if isinstance(one, StepPart)]
+        alone = [one for one in found if isinstance(one, RankReport)]
+        whole = merged([*parts, part_of(*alone)] if alone else parts)
+        sent.append(pickle.dumps([whole]))
         seconds.append(time.thread_time() - began)
     return sent, seconds
 

@@ -103,6 +103,8 @@ def test_any_tree_gives_the_record_of_the_flat_merge(
     flat = merged([part_of(report) for report in ranks])
     tree = by_some_tree([part_of(report) for report in ranks], chance)
     assert told(tree) == told(flat) == json.dumps(merge_reports(ranks).to_json())
+    several = part_of(*chance.sample(ranks, len(ranks)))
+    assert told(several) == told(flat) and several.ranks.tolist() == flat.ranks.tolist()
     assert tree.ranks.tolist() == list(range(len(ranks)))
     assert tree.compute_s.tobytes() == flat.compute_s.tobytes()
     assert tree.command == min(report.command for report in ranks)
