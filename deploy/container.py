@@ -42,9 +42,9 @@ def gpu_file(profile: ClusterProfile) -> str:
 #   docker build -f Containerfile.gpu -t NAME:TAG CHECKOUT
 FROM {profile.image.gpu_base}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# Ray's launcher copies files into containers by it.
+# Ray's launcher copies files into containers, and the head starts machines over ssh.
 RUN apt-get update \\
- && apt-get install --yes --no-install-recommends rsync \\
+ && apt-get install --yes --no-install-recommends rsync openssh-client \\
  && rm -rf /var/lib/apt/lists/*
 COPY . /opt/octavo-source
 WORKDIR /opt/octavo-source
@@ -69,9 +69,10 @@ def cpu_file(profile: ClusterProfile) -> str:
 FROM {profile.image.cpu_base}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # DeepSpeed compiles a small extension at the first start of a rank; Ray's launcher copies files
-# into containers by rsync.
+# into containers by rsync, and the head starts machines over ssh.
 RUN apt-get update \\
  && apt-get install --yes --no-install-recommends gcc g++ libc6-dev rsync \\
+    openssh-client \\
  && rm -rf /var/lib/apt/lists/*
 COPY . /opt/octavo-source
 WORKDIR /opt/octavo-source

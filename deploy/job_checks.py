@@ -12,7 +12,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from deploy.cluster_profile import KUBERNETES, ClusterProfile, Target
-from orchestrator.spec.completion import slots_per_node
+from deploy.planned import cluster_of
+from orchestrator.planning.cluster import check_cluster
 from orchestrator.spec.errors import Finding, value_at
 from orchestrator.spec.job import JobSpec
 
@@ -21,19 +22,7 @@ def check_job(
     profile: ClusterProfile, target: Target, spec: JobSpec, data: Mapping[str, Any]
 ) -> Iterator[Finding]:
     """What of ``spec``, whose file has ``data``, the profile's cluster does not have."""
-    wanted, gpus = slots_per_node(spec), bool(spec.gpus_per_node)
-    what = "GPUs" if gpus else "CPUs"
-    there = [(g.gpus if gpus else g.cpus, g.most) for g in profile.node_groups]
-    most = max((slots for slots, _ in there), default=0)
-    nodes = sum(number for slots, number in there if slots >= wanted)
-    least = spec.resources.min_nodes or spec.num_nodes
-    if wanted > most:
-        told = f"is more than any node of {profile.name} has: {most} {what}"
-        remedy = "ask for fewer, or give the cluster's profile a group that has them"
-        yield Finding(("gpus_per_node" if gpus else "slots_per_node",), told, remedy)
-    elif least > nodes:
-        told = f"is more than {profile.name} can have: {nodes} nodes with {wanted} {what}"
-        yield Finding(("num_nodes",), told, "ask for fewer, or raise the group's `max:`")
+    yield from check_cluster(cluster_of(profile), spec)
     stored = value_at(data, ("checkpoint", "storage_path"))
     jobs = PurePosixPath(profile.storage.jobs.path)
     if target in KUBERNETES and stored is not None and jobs not in _upwards(str(stored)):

@@ -59,7 +59,8 @@ STAYS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
 }
-"""Annotations: whoever adds and takes nodes leaves these pods' alone; a drain evicts them."""
+"""Annotations: whoever adds and takes nodes leaves these pods' alone (Karpenter within its pool's
+terminationGracePeriod); a drain evicts them."""
 GRACE_S = 180
 """Seconds that the head has to pause its jobs, each after a checkpoint."""
 JOB_FILE = "job.yaml"

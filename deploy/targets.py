@@ -36,7 +36,10 @@ def _noted(file: Rendered, told: Sequence[str]) -> Rendered:
 def _namespaced(profile: ClusterProfile, file: str) -> str:
     # No Namespace among the objects: whoever deletes these would delete the home's volume with it.
     namespace = profile.kubernetes.namespace
-    return f"  kubectl create namespace {namespace}; kubectl apply --server-side -f {file}"
+    return (
+        f"  kubectl create namespace {namespace}; kubectl apply --server-side -f {file}\n"
+        "Deleting all of this deletes volumes that it made; to end a cluster delete its object alone."
+    )
 
 
 def _kuberay(profile: ClusterProfile, job: str) -> list[Rendered]:

@@ -119,7 +119,7 @@ def test_the_image_has_what_the_launcher_expects_of_it() -> None:
             # Ray looks into the image for it, and mounts the token there.
             assert "ENV HOME=/home/octavo" in text
             assert "-d -m 700 -o octavo -g octavo /home/octavo/.ray" in text
-            assert re.search("apt-get install [^&]*rsync", text)
+            assert re.search("apt-get install [^&]*rsync +openssh-client", text)
             # Of the head's autoscaler.
             asked = f".[{target}]" if file.name.endswith("cpu") else f"/tmp {target}"
             assert asked in text
