@@ -30,7 +30,7 @@ from tests.benchmarks.peers.environments import (
     Unavailable,
     environment_of,
 )
-from tests.benchmarks.peers.processes import ROOT
+from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
 from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
 from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_most, measured, report
 from tests.benchmarks.sides import (
@@ -50,6 +50,7 @@ ROUNDS, STEPS, LAYOUTS = 3, 240, ("2x2", "1x1")
 
 def main() -> None:
     """Print a line a turn, then the table."""
+    interrupt_on_signals()
     parser = argparse.ArgumentParser()
     _add_numbers(parser, ROUNDS)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))

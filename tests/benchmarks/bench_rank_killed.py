@@ -31,6 +31,7 @@ from tests.benchmarks.demo_runs import Rows
 from tests.benchmarks.peers.environments import FOLDER
 from tests.benchmarks.peers.jobs import LAYOUT, planned_fault, recorded_job
 from tests.benchmarks.peers.judging import final_difference, losses
+from tests.benchmarks.peers.processes import interrupt_on_signals
 from tests.benchmarks.peers.runs import SideRun, run_side
 from tests.benchmarks.peers.sides import SIDES, Side, available
 from tests.benchmarks.peers.turns import rotated
@@ -54,6 +55,7 @@ AIMS = {"torchrun": 5.0, "torchrun_fresh": 5.0, "ray_train": 5.0, "torchft": 1.0
 
 def main() -> None:
     """Run what isn't kept, print a line a run, then the table."""
+    interrupt_on_signals()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=240)

@@ -25,7 +25,7 @@ from tests.benchmarks.peers.environments import (
     Unavailable,
     environment_of,
 )
-from tests.benchmarks.peers.processes import ROOT
+from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
 from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
 from tests.benchmarks.results import (
     OCTAVO,
@@ -47,6 +47,7 @@ START = "submit to the end of the first step"
 
 def main() -> None:
     """Print a line a turn, then medians and ratios."""
+    interrupt_on_signals()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=FOLDER, help="the peers' environments")

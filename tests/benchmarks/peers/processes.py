@@ -13,6 +13,7 @@ it could not end; processes without the mark are never signalled.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 import uuid
@@ -43,6 +44,13 @@ def environment(mark: str, more: Mapping[str, str] | None = None) -> dict[str, s
     """Of a side's programs: one thread a process, our packages to be found, the mark."""
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
     return {**os.environ, **own, **(more or {})}
+
+
+def interrupt_on_signals() -> None:
+    """SIGTERM and SIGINT, which a shell has its background programs ignore, interrupt this process
+    as Ctrl-C does, so that what it started is ended. For the start of a program."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
 
 
 class Program:

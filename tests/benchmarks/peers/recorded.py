@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
     from parallel.model_plan import ModelPlan
     from parallel.precision.backend import LayerScope
@@ -109,7 +110,7 @@ def make(*, options: dict[str, Any], seq_len: int, seed: int, scope: LayerScope)
     if folder is None:
         return ModelPlan(plans, loss_fn)
     recorder = Recorder(Path(folder))
-    _watch_optimizers(recorder)
+    watch_optimizers(recorder)
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         value = loss_fn(output, targets)
@@ -119,7 +120,8 @@ def make(*, options: dict[str, Any], seq_len: int, seed: int, scope: LayerScope)
     return ModelPlan(plans, loss)
 
 
-def _watch_optimizers(recorder: Recorder) -> None:
+def watch_optimizers(recorder: Recorder) -> RemovableHandle:
+    """Tell ``recorder`` of the end of each step of every optimizer in this process."""
     from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
     def ended(optimizer: Optimizer, *_: Any) -> None:
@@ -128,4 +130,4 @@ def _watch_optimizers(recorder: Recorder) -> None:
         if steps:
             recorder.ended(int(steps[0]))
 
-    register_optimizer_step_post_hook(ended)
+    return register_optimizer_step_post_hook(ended)

@@ -162,7 +162,7 @@ class OctavoJob:
     job: str
 
     def poll(self) -> int | None:
-        found = self.client.job(self.job)
+        found = self.client.patiently(self.client.job, self.job)
         if not found["settled"]:
             return None
         return 0 if found["state"] == "succeeded" else 100
