@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
+
+from monitoring.clock import utc
 
 OUTPUT = "OUTPUT"
 """Level of a line that is no object."""
@@ -52,12 +54,12 @@ class LogLine:
             "message": self.message,
         }
 
-    def text(self) -> str:
-        """For a person: ``2026-11-30 06:00:00.970 INFO step 12 launch.training: message``; of
-        what is no object, the line itself."""
+    def text(self, told: Callable[[float], str] = utc) -> str:
+        """``2026-11-30T06:00:00.970Z INFO step 12 launch.training: message``, its time as ``told``
+        has it; of what is no object, the line itself."""
         if self.level == OUTPUT or self.time is None:
             return self.message
-        at = datetime.fromtimestamp(self.time, UTC).isoformat(" ", "milliseconds")[:-6]
+        at = told(self.time)
         step = "" if self.step is None else f" step {self.step}"
         logger = f" {self.logger}" if self.logger else ""
         return f"{at} {self.level}{step}{logger}: {self.message}"

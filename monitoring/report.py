@@ -7,7 +7,6 @@ vision. Works for a job of any length and any state, one without a step included
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from monitoring.charts import HATCH, PATTERNS, duration, short
+from monitoring.clock import clock, zone
 from monitoring.environment import environment_of
 from monitoring.episodes import Episode
 from monitoring.goodput import goodput
@@ -30,11 +30,12 @@ from monitoring.report_charts import (
     recovery_picture,
 )
 from monitoring.report_layers import COLOURS, LayerFacts
-from monitoring.report_lead import count, lead, measure
+from monitoring.report_lead import CALLS, lead, measure
 from monitoring.report_style import PAGE
 from monitoring.report_time import clock_chart, legend, share_bar, time_table
 from monitoring.secrets import masked
 from monitoring.summary import summarize
+from monitoring.wording import counted, place
 
 __all__ = ["recovery_picture", "render_report"]
 
@@ -136,7 +137,7 @@ def _steps_table(story: Story) -> str:
     head = "".join(f"<th>{w}</th>" for w in ("step", "loss", "gradient norm", "in BF16", "update"))
     rows = "".join(
         f"<tr><td>{r.step:,}</td><td>{short(r.loss)}</td><td>{short(r.grad_norm)}</td>"
-        f"<td>{count(len(r.high_precision_layers), 'linear')}</td>"
+        f"<td>{counted(len(r.high_precision_layers), 'linear')}</td>"
         f"<td>{'left out' if r.skipped else 'made'}</td></tr>"
         for r in (kept[i] for i in chosen)
     )
@@ -211,10 +212,11 @@ def _precision(story: Story) -> str:
     linears = len(story.layers.cells)
     head = '<section><h2>Precision map</h2><p class="sub">'
     if not story.bf16:
-        every = f"all {linears} linears" if linears else "no linear"
+        every = f"all {counted(linears, 'linear')}" if linears > 1 else counted(linears, "linear")
+        every = every if linears else "no linear"
         return f"{head}{every} computed in FP8 in every step that was kept</p></section>"
     others = linears - len(story.bf16)
-    rest = f"; the other {count(others, 'linear')} in FP8 all the time" if others > 0 else ""
+    rest = f"; the other {counted(others, 'linear')} in FP8 all the time" if others > 0 else ""
     rows = "".join(
         f"<tr><td><code>{escape(name)}</code></td><td>"
         + ", ".join(f"{a:,} to {b - 1:,}" for a, b in story.bf16[name])
@@ -232,9 +234,10 @@ def _story(story: Story) -> str:
     if not story.episodes:
         return ""
     cards = "".join(_card(episode) for episode in story.episodes)
+    times = escape(zone(story.episodes[-1].time))
     return (
         '<section><h2>What happened</h2><p class="sub">each trouble with its evidence, '
-        f"the answer, and the remedies passed over</p>{cards}</section>"
+        f"the answer, and the remedies passed over; times in {times}</p>{cards}</section>"
     )
 
 
@@ -242,8 +245,8 @@ def _card(episode: Episode) -> str:
     good = " good" if is_good(episode) else ""
     title = episode.trouble or episode.answer
     title = title[:1].upper() + title[1:]
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(episode.time))
-    body = f'<h3>{escape(title)} <span class="when">step {episode.step} · {when}</span></h3>'
+    when = f"{place(episode.step)} · {clock(episode.time)}"
+    body = f'<h3>{escape(title)} <span class="when">{when}</span></h3>'
     body += "".join(_incident(incident) for incident in episode.incidents)
     if episode.action is not None:
         body += _action(episode, episode.action)
@@ -266,8 +269,9 @@ def _incident(incident: Row) -> str:
             + "</tr>"
             for s in suspects
         )
+        told = counted(len(suspects), "suspect layer")
         body += (
-            f"<details><summary>{count(len(suspects), 'suspect layer')}, likeliest first</summary>"
+            f"<details><summary>{told}, likeliest first</summary>"
             f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></details>'
         )
     return body
@@ -275,7 +279,8 @@ def _incident(incident: Row) -> str:
 
 def _action(episode: Episode, action: Row) -> str:
     done = escape(f"{episode.answer}.")
-    body = f'<p><span class="done">{done}</span> {escape(str(action["reason"]))}</p>'
+    kind = "undone" if action["kind"] in CALLS and not action.get("asked") else "done"
+    body = f'<p><span class="{kind}">{done}</span> {escape(str(action["reason"]))}</p>'
     facts: dict[str, Any] = {}
     if action.get("precision"):
         facts["precision"] = ", ".join(f"{k} → {v}" for k, v in action["precision"].items())

@@ -29,6 +29,7 @@ from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
 from monitoring.report_layers import Layers
 from monitoring.report_style import PICTURE
+from monitoring.wording import at_step, counted, place
 
 MOST_LAYERS = 24
 """Rows of the heat map; with more layers the worst are shown."""
@@ -99,12 +100,12 @@ def _marks(story: Story, frame: Frame, lane: float) -> str:
     parts, marks = [], []
     for episode in story.episodes:
         good = is_good(episode)
-        x = frame.x(episode.step)
+        x = frame.x(max(0, episode.step))
         kind = "mark-good" if good else "mark"
         parts.append(f'<path class="{kind}" d="M{number(x)} {number(lane + 9)}V{frame.floor}"/>')
         if episode.to_step is not None:
             parts.append(arc_back(frame, episode.step, episode.to_step, lane - 11))
-        tip = f"Step {episode.step}: {episode.trouble or episode.answer}"
+        tip = f"{place(episode.step)}: {episode.trouble or episode.answer}"
         marks.append((x, str(episode.number), "good" if good else "", tip))
     return "".join([*parts, badges(marks, lane)])
 
@@ -157,7 +158,7 @@ def grad_norm_chart(story: Story, width: float) -> str:
     frame = Frame(width, height, story.x_range, (low / 1.2, high * 1.2), log=True)
     body = frame.axes() + "".join(
         f'<path class="{"mark-good" if is_good(e) else "mark"}" '
-        f'd="M{number(frame.x(e.step))} {frame.top}V{frame.floor}"/>'
+        f'd="M{number(frame.x(max(0, e.step)))} {frame.top}V{frame.floor}"/>'
         for e in story.episodes
     )
     body += _lines(story, frame, "grad_norm")
@@ -176,12 +177,8 @@ def _told(story: Story, value: str, what: str) -> str:
     told += f"; lowest {short(low[1])} at step {low[0]}, highest {short(high[1])} at step {high[0]}"
     lost = _finite([getattr(r, value) for part in story.lost for r in part])
     if lost:
-        told += f"; {_many(len(lost), 'undone step')} reached {short(max(lost))}"
+        told += f"; {counted(len(lost), 'undone step')} reached {short(max(lost))}"
     return told
-
-
-def _many(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def precision_chart(story: Story, width: float) -> str:
@@ -193,7 +190,7 @@ def precision_chart(story: Story, width: float) -> str:
     hatched = {k: [(float(a), float(b)) for a, b in v] for k, v in story.bf16.items()}
     body = heat_map(frame, rows, story.layers.cells, hatched)
     label = (
-        f"Clamped values and FP8 headroom of {_many(len(rows), 'layer')} by step; in words below"
+        f"Clamped values and FP8 headroom of {counted(len(rows), 'layer')} by step; in words below"
     )
     return picture(width, height, label, body)
 
@@ -216,7 +213,7 @@ def bf16_chart(story: Story, width: float) -> str:
                 f'width="{number(max(3.0, until - x))}">'
                 f"<title>steps {begin} to {end - 1}</title></rect>"
             )
-    label = f"When {_many(len(rows), 'layer')} computed in BF16; in words below"
+    label = f"When {counted(len(rows), 'layer')} computed in BF16; in words below"
     return picture(width, height, label, "".join(parts) + frame.x_axis())
 
 
@@ -248,7 +245,7 @@ def _calls(story: Story, frame: Frame, lane: float) -> str:
     parts = []
     for episode, following in zip_longest(story.episodes, story.episodes[1:]):
         words = episode.trouble if not is_good(episode) else episode.answer
-        x = frame.x(episode.step) + 14
+        x = frame.x(max(0, episode.step)) + 14
         until = frame.width - 12 if following is None else frame.x(following.step) - 12
         if x + 7.3 * len(words) <= until:
             parts.append(text(x, lane + 4, words, f"call {'good' if is_good(episode) else 'bad'}"))
@@ -275,7 +272,9 @@ def _bf16_bar(story: Story, frame: Frame, y: float) -> str:
 
 def _headline(story: Story, back: Episode | None) -> str:
     if back is None:
-        return f"{story.view.job}: {len(story.kept)} steps"
+        return f"{story.view.job}: {counted(len(story.kept), 'step')}"
     trouble = back.trouble or "trouble"
     answer = back.answer
-    return f"{trouble[0].upper()}{trouble[1:]} at step {back.step}: {answer[0].lower()}{answer[1:]}"
+    return (
+        f"{trouble[0].upper()}{trouble[1:]} {at_step(back.step)}: {answer[0].lower()}{answer[1:]}"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 from monitoring.episodes import Episode, episodes
 from monitoring.job_view import JobView, Row
+from monitoring.wording import counted
 
 CALLS = frozenset({"pause", "fail"})
 """Answers of the policy that leave the rest to a person."""
@@ -21,7 +22,8 @@ def lead(view: JobView, summary: Row) -> str:
     """``12 of 40 steps, loss 4.14. 1 trouble is left to a person. It is paused: …``"""
     planned = summary["steps_planned"]
     of = f" of {planned:,}" if isinstance(planned, int) else ""
-    told = f"{summary['steps']:,}{of} steps"
+    steps = int(summary["steps"])
+    told = f"{steps:,}{of} steps" if of else counted(steps, "step")
     if summary["final_loss"] is not None:
         told += f", loss {measure(summary['final_loss'], 3)}"
     found = [episode for episode in episodes(view) if episode.incidents]
@@ -32,14 +34,14 @@ def lead(view: JobView, summary: Row) -> str:
         seconds = summary["time_to_recover_s"]
         speed = f", back in training after {measure(seconds, 3)} s" if seconds is not None else ""
         sentences.append(
-            f"{count(handled, 'trouble')} handled without a person: {_cost(summary)}{speed}."
+            f"{counted(handled, 'trouble')} handled without a person: {_cost(summary)}{speed}."
         )
     if called:
         sentences.append(_left(len(called), calls[-1], view.state))
         if not handled and summary["steps_lost"]:
-            sentences.append(f"{count(summary['steps_lost'], 'step')} redone.")
+            sentences.append(f"{counted(summary['steps_lost'], 'step')} redone.")
     if by_hand := sum(a.get("asked_by") is not None for a in summary["actions"]):
-        sentences.append(f"{count(by_hand, 'order')} by a person.")
+        sentences.append(f"{counted(by_hand, 'order')} by a person.")
     if view.state in AT_REST:
         reason = str(view.extra.get("reason") or "").strip().rstrip(".")
         sentences.append(f"{AT_REST[view.state]}{f': {reason}' if reason else ''}.")
@@ -58,11 +60,6 @@ def measure(value: Any, digits: int, unit: str = "") -> str:
     return (f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}") + unit
 
 
-def count(number: int, word: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
 def _calls(episode: Episode) -> bool:
     """Whether the answer was to call a person, or to give up."""
     action = episode.action
@@ -71,7 +68,7 @@ def _calls(episode: Episode) -> bool:
 
 def _left(number: int, last: Episode, state: str) -> str:
     """What became of the troubles that were not handled."""
-    troubles = count(number, "trouble")
+    troubles = counted(number, "trouble")
     if last.action is not None and last.action["kind"] == "fail":
         return f"{troubles} not handled: the job gave up."
     if state == "paused":
@@ -81,7 +78,7 @@ def _left(number: int, last: Episode, state: str) -> str:
 
 def _cost(summary: Row) -> str:
     back = summary["rollbacks"] + summary["restarts"]
-    return f"{count(summary['steps_lost'], 'step')} redone" if back else "no step redone"
+    return f"{counted(summary['steps_lost'], 'step')} redone" if back else "no step redone"
 
 
 def _places(found: list[Episode]) -> set[tuple[Any, ...]]:

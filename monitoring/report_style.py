@@ -90,7 +90,8 @@ article h3{font-size:15px;margin:0}
 h3.chart{font-size:14px;font-weight:600;margin:18px 0 2px}
 article p{margin:4px 0;overflow-wrap:anywhere}
 .when{color:var(--soft);font-weight:400;font-size:13px}
-.done{color:var(--good);font-weight:650}
+.done,.undone{color:var(--good);font-weight:650}
+.undone{color:var(--bad)}
 dl.facts{display:flex;flex-wrap:wrap;gap:6px;margin:8px 0 4px}
 dl.facts div{background:var(--chip);border-radius:6px;padding:1px 8px;font-size:13px}
 dt,dd{display:inline;margin:0}dt{color:var(--soft)}dt:after{content:" "}

@@ -6,14 +6,15 @@ Promises: pure; what a colour says a pattern and a word say too; the shares show
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from html import escape
 
 from monitoring.charts import Frame, badges, duration, number, picture, text, time_ticks
+from monitoring.clock import moment
 from monitoring.episodes import Episode
 from monitoring.goodput import WAITING, Goodput, Use
 from monitoring.job_view import JobView
+from monitoring.wording import place
 
 USES: dict[str, tuple[Use, ...]] = {
     "productive": ("productive",),
@@ -86,7 +87,7 @@ def clock_chart(view: JobView, told: Goodput, episodes: Sequence[Episode], width
         good = not episode.incidents
         kind = "mark-good" if good else "mark"
         parts.append(f'<path class="{kind}" d="M{number(x)} 27V{number(band + height)}"/>')
-        tip = f"Step {episode.step}: {episode.trouble or episode.answer}"
+        tip = f"{place(episode.step)}: {episode.trouble or episode.answer}"
         marks.append((x, str(episode.number), "good" if good else "", tip))
     parts.append(badges(marks, 18.0))
     for mark in time_ticks(end - begin, int(max(3, width // 120))):
@@ -95,9 +96,9 @@ def clock_chart(view: JobView, told: Goodput, episodes: Sequence[Episode], width
     parts.append(
         f'<path class="rule" d="M{frame.left} {frame.floor}H{number(width - frame.right)}"/>'
     )
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin))
     label = (
-        f"What each moment since {since} was used for, with {len(episodes)} troubles and answers"
+        f"What each moment since {moment(begin)} was used for, with {len(episodes)} troubles and "
+        "answers"
     )
     return picture(width, 150.0, label, "".join(parts))
 

@@ -33,6 +33,7 @@ from monitoring.records import StepRecord
 from monitoring.secrets import masked
 from monitoring.summary import Tally
 from monitoring.wandb_tables import wandb_tables
+from monitoring.wording import at_step, counted, place
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,9 @@ def logged_in(environ: Mapping[str, str] | None = None) -> bool:
     home = Path(env.get("HOME", "~")).expanduser()
     named = env.get("NETRC")
     places = [Path(named).expanduser()] if named else [home / ".netrc", home / "_netrc"]
-    for place in places:
+    for file in places:
         try:
-            if place.is_file() and netrc.netrc(place).authenticators(host):
+            if file.is_file() and netrc.netrc(file).authenticators(host):
                 return True
         except (netrc.NetrcParseError, OSError):
             continue
@@ -350,7 +351,7 @@ class WandbRun:
     def _on_incident(self, incident: Row) -> None:
         self._incidents.append(incident)
         self._run.alert(
-            title=f"{self.job}: {incident['kind'].replace('_', ' ')} at step {incident['step']}",
+            title=f"{self.job}: {incident['kind'].replace('_', ' ')} {at_step(incident['step'])}",
             text=incident["message"],
             level="WARN",
             wait_duration=ALERT_WAIT_S,
@@ -365,7 +366,7 @@ class WandbRun:
             self._run.notes = self._told_notes()
         if action["kind"] in _SERIOUS:
             self._run.alert(
-                title=f"{self.job}: {action['kind']} at step {action['step']}",
+                title=f"{self.job}: {action['kind']} {at_step(action['step'])}",
                 text=action["reason"],
                 # Who paused it knows; whoever watches learns.
                 level="INFO" if action.get("asked") else "ERROR",
@@ -393,7 +394,8 @@ class WandbRun:
         loss = summary.get("final_loss")
         self._run.alert(
             title=f"{self.job}: {state}",
-            text=f"{steps}{of} steps" + (f", loss {loss:.4g}" if isinstance(loss, float) else ""),
+            text=(f"{steps}{of} steps" if of else counted(steps or 0, "step"))
+            + (f", loss {loss:.4g}" if isinstance(loss, float) else ""),
             level="ERROR" if state == "failed" else "INFO",
             wait_duration=ALERT_WAIT_S,
         )
@@ -406,7 +408,8 @@ class WandbRun:
         to = action.get("to_step")
         where = f" to step {to}" if to is not None else ""
         words = str(action["kind"]).replace("_", " ")
-        self._notes.append(f"{when}, step {action['step']}: {words}{where}. {action['reason']}")
+        seen = place(action["step"])
+        self._notes.append(f"{when}, {seen}: {words}{where}. {action['reason']}")
         return True
 
     def _told_notes(self) -> str:

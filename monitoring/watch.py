@@ -23,6 +23,7 @@ from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
 from monitoring.summary import tally
 from monitoring.watch_layers import layer_bars, precision_lines, visible
+from monitoring.wording import counted, place
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_BARS = 8
@@ -126,7 +127,7 @@ def plain_line(record: StepRecord) -> str:
         f"{whole(_tokens_per_s(record))} tokens/s",
     ]
     if record.high_precision_layers:
-        parts.append(f"{len(record.high_precision_layers)} linears in BF16")
+        parts.append(f"{counted(len(record.high_precision_layers), 'linear')} in BF16")
     if record.skipped:
         parts.append("update left out")
     if record.timeline or record.attempt > 1:
@@ -190,7 +191,7 @@ def _progress(view: JobView, kept: Sequence[StepRecord], width: int) -> Renderab
     total = view.section("training", "steps")
     done = kept[-1].step + 1 if kept else 0
     if not isinstance(total, int):
-        return Text(f"{done} steps")
+        return Text(counted(done, "step"))
     left = eta_s(view, kept)
     parts = [f"{done}/{total} steps"] + ([f"{duration(left)} left"] if left is not None else [])
     label = _fitting(parts, width - GRAPH_WIDTH - 2) or _fitting(parts, width)
@@ -243,7 +244,7 @@ def _so_far(view: JobView, width: int) -> RenderableType | None:
         (totals.restarts, "restart"),
         (totals.steps_lost, "step"),
     )
-    parts = [f"{number} {word}{'s' * (number != 1)}" for number, word in found if number]
+    parts = [counted(number, word) for number, word in found if number]
     if totals.steps_lost:
         parts[-1] += " lost"
     if not parts:
@@ -277,7 +278,7 @@ def _nodes(view: JobView, width: int) -> RenderableType | None:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append("nodes ", "dim").append(str(len(nodes)))
     for node in nodes:
-        use = "spare" if node.get("spare") else f"{node['slots']} ranks"
+        use = "spare" if node.get("spare") else counted(int(node["slots"]), "rank")
         line.append(f"  {visible(str(node['node_ip']))} ").append(use, "dim")
     line.truncate(width, overflow="ellipsis")
     return line
@@ -323,8 +324,13 @@ def _events(told: Sequence[tuple[float, str, str]], width: int) -> list[Renderab
 
 def _story(episode: Episode) -> str:
     if not episode.incidents:
-        return f"Step {episode.step}: {episode.answer}"
-    return f"Step {episode.step}: {episode.trouble} → {episode.answer}"
+        return f"{_place(episode)}: {episode.answer}"
+    return f"{_place(episode)}: {episode.trouble} → {episode.answer}"
+
+
+def _place(episode: Episode) -> str:
+    told = place(episode.step)
+    return told[0].upper() + told[1:]
 
 
 def _tokens_per_s(record: StepRecord) -> float:

@@ -18,6 +18,7 @@ from monitoring.amax_trend import growth, octaves
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorStats
+from monitoring.wording import counted
 
 BAR_WIDTH = 16
 BAR_OCTAVES = 4.0
@@ -45,7 +46,7 @@ def layer_bars(
         # Where nothing is known nothing grew.
         growing = sorted((0.0 if math.isnan(by) else -by, name) for name, by in told)
         found = {name: (-by, -by / BAR_OCTAVES) for by, name in growing}
-        head = f"layers whose amax grew most in {grown.steps} steps"
+        head = f"layers whose amax grew most in {counted(grown.steps, 'step')}"
     clamped = [n for n in found if record.tensors[n].saturated_pct >= 0.1]
     clamped.sort(key=lambda n: -record.tensors[n].saturated_pct)
     by_layer: dict[str, str] = {}
@@ -96,7 +97,7 @@ def precision_lines(record: StepRecord, width: int, most: int) -> list[Renderabl
         blocks.setdefault(_block(layer), []).append(layer)
     moved = set(away)
     head = Text(no_wrap=True, overflow="ellipsis")
-    head.append(f"precision: {len(layers) - len(moved)} linears in FP8 (8)", "dim")
+    head.append(f"precision: {counted(len(layers) - len(moved), 'linear')} in FP8 (8)", "dim")
     head.append(f", {len(moved)} in BF16 (B)", "magenta" if moved else "dim")
     head.truncate(width, overflow="ellipsis")
     rows: list[RenderableType] = [head]

@@ -1,12 +1,14 @@
 """Ranks' logs over the API: read in pieces from any place on, from the end, or from a time on.
 
 Promises: what is read is bounded, wherever it lies in however large a log (``launch.log_files``); a
-place stays valid while the log grows and is rotated; a log is there as long as the job's directory.
+place stays valid while the log grows and is rotated; a log is there as long as the job's directory;
+no secret of the controller's environment, nor what looks like one, is in a line that is told.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,8 @@ from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.concurrency import run_in_threadpool
 
 from launch.log_files import RankLogFiles, start_of_last, start_since
-from launch.log_lines import LogLine
+from launch.log_lines import OUTPUT, LogLine
+from monitoring.secrets import secrets_of, without
 from orchestrator.api.docs import told
 from orchestrator.api.find import Found
 from orchestrator.api.limits import LARGEST, After, Wait
@@ -146,7 +149,14 @@ def log_page(row: JobRow, place: LogPlace) -> tuple[tuple[LogLine, ...], LogPlac
     """Lines from a place on, and where the next one begins; ``row``: the job as it is now."""
     over = settled(row) or place.attempt < row.attempt
     read = _files(row, place).read(place.offset, PAGE_LINES, ended=over)
-    return read.lines, replace(place, offset=read.place)
+    return tuple(map(_told, read.lines)), replace(place, offset=read.place)
+
+
+def _told(line: LogLine) -> LogLine:
+    """A line without what looks like a secret: what was written past Python still has it."""
+    if line.level != OUTPUT:
+        return line
+    return replace(line, message=without(line.message, secrets_of(os.environ)))
 
 
 def log_piece(lines: Sequence[LogLine]) -> dict[str, Any]:

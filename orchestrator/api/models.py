@@ -390,7 +390,7 @@ class LogPiece(BaseModel):
     model_config = _example(
         {
             "lines": [_LOG_LINE],
-            "text": "2026-11-30 06:00:40.500 INFO step 119 launch.training: ready\n",
+            "text": "2026-11-30T06:00:40.500Z INFO step 119 launch.training: ready\n",
             "offset": 4096,
             "attempt": 1,
             "rank": 0,
@@ -400,7 +400,7 @@ class LogPiece(BaseModel):
     )
 
     lines: list[LogLineShown]
-    text: str = Field(description="The same lines, for a person.")
+    text: str = Field(description="The same lines as text, their times in UTC.")
     offset: int = Field(description="Place at which the next piece begins.")
     attempt: int
     rank: int

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from monitoring.wording import at_step
 from orchestrator.cli.show import Output, print_json
 from orchestrator.lifecycle import Cause
 
@@ -117,7 +118,7 @@ def _short(value: object) -> str:
 def _row(value: Mapping[str, Any]) -> str:
     parts = [str(value.get("kind", ""))]
     if "step" in value:
-        parts.append(f"at step {value['step']}")
+        parts.append(at_step(value["step"]))
     if value.get("tier"):
         parts.append(f"to step {value['to_step']} from {value['tier']}")
     # What an action answers is in the incident above it.

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from launch.log_lines import LogLine
+from monitoring.clock import stamp
 from orchestrator.cli.options import (
     HomeOption,
     JobArgument,
@@ -22,8 +24,8 @@ from orchestrator.cli.options import (
 from orchestrator.cli.show import (
     NOT_FOUND,
     CommandError,
+    EventLines,
     Output,
-    event_line,
     exit_code,
     print_job,
     print_jobs,
@@ -105,7 +107,8 @@ def logs(
             for line in piece["lines"]:
                 print_json_line(line)
         else:
-            sys.stdout.write(piece["text"])
+            for line in piece["lines"]:
+                sys.stdout.write(f"{LogLine(**line).text(stamp)}\n")
             sys.stdout.flush()
     if follow:
         raise typer.Exit(exit_code(client.job(job)["state"]))
@@ -123,11 +126,12 @@ def events(
     if output is Output.json and not follow:
         print_json(list(told))
         return
+    lines = EventLines()
     for event in told:
         if output is Output.json:
             print_json_line(event)
         else:
-            print(event_line(event), flush=True)
+            print(lines.of(event), flush=True)
     if follow:
         raise typer.Exit(exit_code(client.job(job)["state"]))
 

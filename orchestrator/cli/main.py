@@ -134,7 +134,9 @@ def watch(job: JobArgument, output: OutputOption = Output.table, home: HomeOptio
 @app.command()
 def report(
     job: JobArgument,
-    to: Annotated[Path | None, typer.Option("--to", help="File [default: JOB.html].")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="File, or - for stdout [default: JOB.html].")
+    ] = None,
     output: OutputOption = Output.table,
     home: HomeOption = None,
 ) -> None:
@@ -149,8 +151,11 @@ def report(
         return
     from monitoring.report import render_report
 
-    file = to or Path(f"{view.job}.html")
-    file.write_text(render_report(view), encoding="utf-8")
+    file, page = to or Path(f"{view.job}.html"), render_report(view)
+    if file == Path("-"):
+        sys.stdout.write(page)
+        return
+    file.write_text(page, encoding="utf-8")
     print(file)
 
 

@@ -9,14 +9,14 @@ A node is named by its address, its host name, Ray's id or a unique beginning of
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
+from monitoring.clock import moment
 from orchestrator.cli.options import HomeOption, OutputOption, client_of, seconds_of, user
-from orchestrator.cli.show import NOT_FOUND, USAGE, CommandError, Output, clock, print_json
+from orchestrator.cli.show import NOT_FOUND, USAGE, CommandError, Output, print_json
 from orchestrator.cli.tables import plain, print_table
 
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Address, host name or id.")]
@@ -104,7 +104,7 @@ def _state(node: Mapping[str, Any]) -> str:
         return "ready"
     until = "until it is released"
     if entry["until"] is not None:
-        until = f"until {clock(entry['until'], date=entry['until'] - time.time() > 43200)}"
+        until = f"until {moment(entry['until'])}"
     dead = "" if node["alive"] else "gone; "
     who = f" by {entry['by']}" if entry["by"] else ""
     return f"{dead}quarantined{who} {until}: {entry['reason']}"

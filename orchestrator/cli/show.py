@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from monitoring.clock import clock, day, moment, zone
+from monitoring.wording import counted
 from orchestrator.cli.tables import plain, print_table
 from orchestrator.spec.errors import Problem
 
@@ -139,11 +141,11 @@ def print_job(job: Mapping[str, Any]) -> None:
         ),
         "file": job["file"],
         "directory": job["job_dir"],
-        "submitted": clock(job["submitted_at"]),
-        "started": clock(job["started_at"]),
-        "ended": clock(job["ended_at"]),
+        "submitted": moment(job["submitted_at"]),
+        "started": moment(job["started_at"]) if job["started_at"] else "",
+        "ended": moment(job["ended_at"]) if job["ended_at"] else "",
         "nodes": ", ".join(
-            f"{n['node_ip']} ({'spare' if n.get('spare') else str(n['slots']) + ' slots'})"
+            f"{n['node_ip']} ({'spare' if n.get('spare') else counted(n['slots'], 'slot')})"
             for n in job["nodes"]
         ),
     }
@@ -152,22 +154,26 @@ def print_job(job: Mapping[str, Any]) -> None:
             print(f"{name:<10} {plain(str(value))}")
 
 
-def event_line(event: Mapping[str, Any]) -> str:
-    """One event in one line."""
-    kind, message = plain(str(event["kind"])), plain(str(event["message"]))
-    return f"{clock(event['time'], date=False)}  {kind:<18} {message}"
+class EventLines:
+    """Events in lines, oldest first, under a heading with the day and the zone wherever those
+    change, as the first time."""
+
+    def __init__(self) -> None:
+        self._heading = ""
+
+    def of(self, event: Mapping[str, Any]) -> str:
+        """The event's line, behind a heading where it needs one."""
+        at = float(event["time"])
+        kind, message = plain(str(event["kind"])), plain(str(event["message"]))
+        line = f"{clock(at, date=False)}  {kind:<18} {message}"
+        heading, before = f"{day(at)}, {zone(at)}", self._heading
+        self._heading = heading
+        return line if heading == before else f"{heading}\n{line}"
 
 
 def progress(job: Mapping[str, Any]) -> str:
     """``120/240``: steps done of all."""
     return f"{job['step'] + 1}/{job['steps']}"
-
-
-def clock(seconds: float | None, *, date: bool = True) -> str:
-    """A local time, empty for None."""
-    if seconds is None:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S", time.localtime(seconds))
 
 
 def age(seconds: float) -> str:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from monitoring.clock import clock, moment, zone
 from orchestrator.access import HOME
 from orchestrator.cli.options import HomeOption, OutputOption, client_of, home_of, seconds_of
 from orchestrator.cli.show import (
     NOT_FOUND,
     CommandError,
     Output,
-    clock,
     print_json,
 )
 from orchestrator.cli.tables import print_table
@@ -155,8 +155,9 @@ def whoami(output: OutputOption = Output.table, home: HomeOption = None) -> None
 
 def table(tokens: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A row a token, under a heading."""
+    here = zone(time.time()).partition(" (")[0]
     rows: list[tuple[str, ...]] = [
-        ("NAME", "ROLE", "ID", "STATE", "EXPIRES", "CREATED", "CREATED BY")
+        ("NAME", "ROLE", "ID", "STATE", f"EXPIRES ({here})", "CREATED", "CREATED BY")
     ]
     for token in tokens:
         ends = [t for t in (token["expires_at"], token["revoked_at"]) if t is not None]
@@ -201,7 +202,7 @@ def _renew(home: Home, output: Output) -> None:
 def _until(expires_at: float | None) -> str:
     if expires_at is None:
         return ", which doesn't expire"
-    return f", until {clock(expires_at, date=expires_at - time.time() > 43200)}"
+    return f", until {moment(expires_at)}"
 
 
 def _asked(client: Client, ask: Any) -> Any:

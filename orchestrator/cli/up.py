@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from monitoring.wording import counted
 from orchestrator.api.client import Client, ClientError, RefusedError
 from orchestrator.cli.close import going_on, stands
 from orchestrator.cli.interrupts import uninterruptible
@@ -80,7 +81,7 @@ def bring_up(
     if output is Output.json:
         print_json({"url": found.url, "slots": found.slots, "home": str(home.path)})
     else:
-        print(f"controller at {found.url}, {found.slots} slots, home {home.path}")
+        print(f"controller at {found.url}, {counted(found.slots, 'slot')}, home {home.path}")
     return 0
 
 

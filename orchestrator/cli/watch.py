@@ -10,7 +10,7 @@ from typing import TextIO
 from monitoring.records import StepRecord
 from orchestrator.api.client import Client
 from orchestrator.cli.following import Following
-from orchestrator.cli.show import event_line, print_json_line
+from orchestrator.cli.show import EventLines, print_json_line
 
 REFRESH_S = 0.5
 LINE_S = 1.0
@@ -75,12 +75,13 @@ def _follow_live(following: Following, out: TextIO, each: Callable[[], None]) ->
 def _follow_lines(following: Following, out: TextIO, each: Callable[[], None]) -> None:
     from monitoring.watch import plain_line
 
+    lines = EventLines()
     shown_at = -LINE_S
     newest: StepRecord | None = None
     while not following.settled:
         news = following.poll(REFRESH_S)
         for event in news.events:
-            print(event_line(event), file=out, flush=True)
+            print(lines.of(event), file=out, flush=True)
         newest = news.steps[-1] if news.steps else newest
         if newest is not None and (time.monotonic() - shown_at >= LINE_S or following.settled):
             print(plain_line(newest), file=out, flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from launch.commands import CopyFailed, CopyRefused, DrillReport, RestoredOlder, RestorePoint
 from monitoring.records import Incident
+from monitoring.wording import counted
 from orchestrator.actions import Action
 from orchestrator.events import Notice
 from orchestrator.recovery.fresh_start import gave_up
@@ -31,7 +32,8 @@ def attempt_started(
     told = f"from {source[restore.tier]}" if restore else "from the seed"
     return Notice(
         "attempt_started",
-        f"Attempt {attempt} starts {ranks} ranks at step {start}, {told}. Linears: {backend}.",
+        f"Attempt {attempt} starts {counted(ranks, 'rank')} at step {start}, {told}. "
+        f"Linears: {backend}.",
         {
             "attempt": attempt,
             "ranks": ranks,

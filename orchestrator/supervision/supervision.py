@@ -538,7 +538,8 @@ class Supervision:
 
     def _complete(self, ended: Sequence[RankEnd], now: float) -> None:
         """All steps are done."""
-        done = f"All {self._spec.training.steps} steps are done."
+        steps = self._spec.training.steps
+        done = f"All {steps} steps are done." if steps > 1 else "Its one step is done."
         newest = self._attempt.facts.step
         if newest + 1 < self._spec.training.steps:
             gap = notices.unrecorded(newest + 1, self._spec.training.steps - 1)

@@ -317,7 +317,7 @@ def test_a_log_is_read_from_its_end_and_from_a_time_on(
     last = api.get(path, params={"rank": 2, "tail": 2}).json()
     assert last["lines"] == [lines[2].to_json(), {**lines[2].to_json(), "level": "OUTPUT",
                              "logger": "", "message": "from C"}]  # fmt: skip
-    assert last["text"] == "1970-01-01 00:16:42.000 INFO step 2 test: line 2\nfrom C\n"
+    assert last["text"] == "1970-01-01T00:16:42.000Z INFO step 2 test: line 2\nfrom C\n"
     since = api.get(path, params={"rank": 2, "since": 1001.0}).json()
     assert [line["step"] for line in since["lines"]] == [1, 2, 2]
     assert since["offset"] == last["offset"]
@@ -332,6 +332,18 @@ def test_a_log_is_read_from_its_end_and_from_a_time_on(
     plane.steps()
     new = api.get(path, params={"rank": 2, "offset": last["offset"]}).json()
     assert new["text"] == "half a line\n", "and never will be"
+
+
+def test_what_a_library_wrote_into_a_log_is_told_without_secrets(
+    api: TestClient, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "planted-value")
+    job = running(plane)
+    folder = Path(plane.store.job(job).job_dir) / "logs" / "attempt-1"
+    folder.mkdir(parents=True)
+    (folder / "rank-0.log").write_text("RAW planted-value hf_abcdefghijklmnop1234\n")
+    told = api.get(f"/v1/jobs/{job}/logs").text
+    assert told.count("(secret, left out)") == 4 and "planted" not in told and "hf_" not in told
 
 
 def test_jobs_come_in_pages_that_stay_right_while_others_are_submitted(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from orchestrator.api.jobs import job_json
 from orchestrator.cli.close import conclude, could_go_on
 from orchestrator.cli.main import call
 from orchestrator.cli.show import Output, print_jobs
+from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home, Server, TokenExposedError
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
@@ -102,6 +105,46 @@ def test_a_log_that_is_not_there_is_not_found_and_one_that_is_is_printed(
     assert call(["logs", job, "--rank", "2"]) == 102
 
 
+def test_times_are_local_with_their_zone_for_people_and_utc_for_programs(
+    home: Home,
+    plane: ControlPlane,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    at = datetime(2026, 11, 30, 10, 39, 59, tzinfo=UTC).timestamp()
+    folder = Path(plane.store.job(job).job_dir)
+    log_lines(folder, 1, 0, [at])
+    for seconds, message in ((at - 86400, "before"), (at - 1, "then"), (at, "now")):
+        plane.store.note(job, EventDraft("told", seconds, message, {}))
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        assert call(["logs", job]) == 0
+        assert capsys.readouterr().out.startswith("2026-11-30 05:39:59.000-05:00 INFO step 1 x: ")
+        assert call(["events", job]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        begin = lines.index("2026-11-29, EST (UTC-05:00)")
+        told = [line.split("  ")[0] for line in lines[begin:]]
+        assert told == [
+            lines[begin],
+            "05:39:59",
+            "2026-11-30, EST (UTC-05:00)",
+            "05:39:58",
+            "05:39:59",
+        ]
+        assert call(["status", job]) == 101
+        assert re.search(r"^submitted +\S+ \S+ E[DS]T$", capsys.readouterr().out, re.MULTILINE)
+        assert call(["token", "list"]) == 0
+        assert re.search(r"EXPIRES \(E[DS]T\)", capsys.readouterr().out)
+        assert call(["logs", job, "-o", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["time"] == at
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def log_lines(folder: Path, attempt: int, rank: int, times: list[float]) -> None:
     """A rank's log with a line at each time."""
     file = folder / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
@@ -156,6 +199,9 @@ def test_a_report_is_written_of_what_the_api_tells(
     file = tmp_path / "report.html"
     assert call(["report", job, "--to", str(file)]) == 0
     assert job in file.read_text()
+    capsys.readouterr()
+    assert call(["report", job, "--to", "-"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
 
 
 def test_a_dry_run_needs_no_controller_and_prints_a_spec_that_reads_back(

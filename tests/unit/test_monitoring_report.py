@@ -19,6 +19,7 @@ from monitoring.report_layers import colours_of
 from monitoring.report_lead import lead
 from monitoring.summary import summarize
 from tests.unit.monitoring_traces import FALLEN, eventful_view, healthy_trace, recovered_view
+from tests.unit.test_monitoring_watch import shown as watched
 
 VIEW = recovered_view()
 EVIL = "\"><script>alert('x')</script><img src=x onerror=alert(1)>"
@@ -205,6 +206,21 @@ class TestTheLead:
         text = self.told(VIEW)
         assert "2 troubles handled without a person: 13 steps redone" in text
         assert self.told(answered("restart", "running")).count("handled without a person") == 1
+
+    def test_what_was_before_the_first_step_is_of_no_step(self):
+        lost = answered("restart", "running")
+        rows = [{**r, "step": -1} for r in lost.actions], [{**r, "step": 0} for r in lost.incidents]
+        view = dataclasses.replace(lost, steps=(), actions=rows[0], incidents=rows[1])
+        for shown in (render_report(view), watched(view, 80)):
+            assert "efore the first step" in shown and "step -1" not in shown.lower()
+
+    def test_giving_up_is_not_drawn_as_good_news(self):
+        assert '<span class="undone">Gave up.' in render_report(answered("fail", "failed"))
+        assert '<span class="done">Restarted' in render_report(answered("restart", "running"))
+
+    def test_one_is_not_many(self):
+        text = self.told(JobView("a-000000", "running", {}, healthy_trace(1)))
+        assert text.startswith("1 step, loss")
 
     def test_the_share_of_useful_time_is_the_same_everywhere_on_the_page(self):
         text = " ".join(Page(render_report(eventful_view())).text)

@@ -75,7 +75,7 @@ class TestPanel:
         moved = ("layers.7.mlp.down", "layers.1234.mlp.down")
         steps = [dataclasses.replace(record, tensors=tensors, high_precision_layers=moved)]
         text = shown(dataclasses.replace(VIEW, steps=steps), 100, 40)
-        assert "1998 linears in FP8 (8), 2 in BF16" in text
+        assert "1,998 linears in FP8 (8), 2 in BF16" in text
         assert "7 B    1234 B" in text
 
     def test_shows_nodes_and_how_ranks_divide_the_work(self):
