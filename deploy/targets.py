@@ -38,7 +38,7 @@ def _namespaced(profile: ClusterProfile, file: str) -> str:
     namespace = profile.kubernetes.namespace
     return (
         f"  kubectl create namespace {namespace}; kubectl apply --server-side -f {file}\n"
-        "Deleting all of this deletes volumes that it made; to end a cluster delete its object alone."
+        "Deleting all of this deletes volumes that it made: to end a cluster delete its object."
     )
 
 

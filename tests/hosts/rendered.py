@@ -1,7 +1,9 @@
 """What `octavo deploy` renders for Slurm and for hosts of one's own, run on hosts of this machine.
 
     python -m tests.hosts.rendered slurm      the batch script, by a stand-in for srun that only
-                                              places processes, trains a job to its end
+                                              places processes: when its time is up it pauses the
+                                              job and asks to be queued again, and started again it
+                                              trains it to its end
     python -m tests.hosts.rendered on-prem    the launcher's commands, as `ray up` runs them over
                                               ssh, a job by the API, and `octavo doctor --group`
     python -m tests.hosts.rendered systemd    the units' commands, started again when they end; the
@@ -92,16 +94,12 @@ def write_token(machines: Machines) -> Path:
     return token
 
 
-def write_job(machines: Machines) -> Path:
-    job = machines.folder / "job.yaml"
-    job.write_text(JOB)
-    return job
-
-
 def run_slurm(machines: Machines) -> dict[str, object]:
-    """The batch script to its end; the job as the store has it. Raises RuntimeError."""
+    """The batch script twice, as an allocation whose time is up and the next one of its job; what
+    it said. Raises RuntimeError."""
     write_token(machines)
-    job = write_job(machines)
+    job = machines.folder / "job.yaml"
+    job.write_text(JOB.replace("steps: 12", "steps: 60"))
     (file,) = files(machines, "slurm")
     script = machines.folder / file.name
     script.write_text(file.text)
@@ -109,30 +107,42 @@ def run_slurm(machines: Machines) -> dict[str, object]:
     tools.mkdir()
     shutil.copy(Path(__file__).with_name("srun"), tools)
     names = " ".join(machines.addresses)
-    (tools / "scontrol").write_text(f"#!/bin/sh\nprintf '%s\\n' {names}\n")
+    queued = machines.folder / "queued"
+    shown = f"printf '%s\\n' {names}"
+    (tools / "scontrol").write_text(
+        f'#!/bin/sh\nif [ "$1" = show ]; then {shown}; else echo "$*" >> {queued}; fi\n'
+    )
     (tools / "scontrol").chmod(0o755)
     env = environment(machines.folder, SLURM_JOB_ID="1", SLURM_JOB_NODELIST=names)
     env["PATH"] = f"{tools}:{env['PATH']}"
     env["OCTAVO_MACHINES"] = " ".join(str(machine.pid) for machine in machines.hosts)
     log = machines.folder / "batch.log"
-    with log.open("w") as out:
-        # In the network of the first node, as Slurm runs it; srun has to see all machines.
-        batch = machines.hosts[0].host.popen(
-            ["bash", str(script), str(job)],
-            env=env,
-            cwd=machines.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+    home = Home(machines.folder / "home" / "1")
+    codes: list[int | None] = []
+    for allocation in range(2):
+        with log.open("a") as out:
+            # In the network of the first node, as Slurm runs it; srun has to see all machines.
+            batch = machines.hosts[0].host.popen(
+                ["bash", str(script), str(job)],
+                env=env,
+                cwd=machines.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        if not allocation:
+            awaited(home, first_job(home), lambda found: found["step"] >= 3, "its first steps")
+            # Of the batch shell alone, as --signal=B:USR1@… says.
+            os.kill(batch.pid, signal.SIGUSR1)
         try:
-            code: int | None = batch.wait(TOGETHER_S)
+            codes.append(batch.wait(TOGETHER_S))
         except subprocess.TimeoutExpired:
-            code = None
+            codes.append(None)
     told = log.read_text(errors="replace")
-    if code != 0:
-        raise RuntimeError(f"the script ended with {code}:\n{told[-6000:]}")
-    return {"said": [line for line in told.splitlines() if line.startswith("rendered-")]}
+    if codes != [101, 0] or queued.read_text() != "requeue 1\n":
+        raise RuntimeError(f"the script ended with {codes}:\n{told[-6000:]}")
+    kept = ("rendered-", "pausing", "the time is up")
+    return {"codes": codes, "said": [line for line in told.splitlines() if line.startswith(kept)]}
 
 
 def run_on_prem(machines: Machines) -> dict[str, object]:
@@ -284,6 +294,17 @@ def reached(home: Home) -> Client:
             client.close()
         time.sleep(0.2)
     raise RuntimeError(f"no controller after {TOGETHER_S:.0f} s")
+
+
+def first_job(home: Home) -> str:
+    """The job that the controller's own process hands it."""
+    deadline = time.monotonic() + TOGETHER_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ClientError):
+            for job in reached(home).jobs():
+                return str(job["id"])
+        time.sleep(0.2)
+    raise RuntimeError(f"no job after {TOGETHER_S:.0f} s")
 
 
 def awaited(
