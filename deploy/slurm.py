@@ -169,9 +169,13 @@ def _part(profile: ClusterProfile, group: NodeGroup, place: int) -> str:
     several = len(profile.node_groups) > 1
     options = " ".join(shlex.quote(option) for option in node_options(group))
     het = f"--het-group={place} " if several else ""
+    # Since 22.05 a step doesn't inherit the job's --cpus-per-task: its task would have one core,
+    # and so would all that Ray starts there. Ranks find their own among those of the node.
+    gpus = f"--gpus-per-node={group.gpus} " if group.gpus else ""
     # It waits for nobody: jobs wait for nodes, and a node that comes late is taken too.
     return (
-        f"{het}--ntasks-per-node=1 --export=ALL,RAY_NODE_TYPE_NAME={group.name} \\\n"
+        f"{het}--ntasks-per-node=1 --cpus-per-task={group.cpus} {gpus}--cpu-bind=none \\\n"
+        f"  --export=ALL,RAY_NODE_TYPE_NAME={group.name} \\\n"
         f'  bash -c \'node "$@"\' node --address "$head_address:{GCS_PORT}" \\\n'
         f"  --dashboard-host={LOOPBACK} --disable-usage-stats {options} \\\n"
         f'  -- bash -c \'control "$@"\' control "${{controller[@]}}"'

@@ -85,6 +85,16 @@ def test_slurm_signals_the_end_of_the_time_and_requeues_what_a_node_ended() -> N
     assert "#SBATCH --requeue" in file.text
 
 
+def test_each_groups_tasks_have_all_of_a_nodes_cpus_and_gpus() -> None:
+    # Since Slurm 22.05 a step does not inherit a job's --cpus-per-task: its task has one core.
+    (file,) = rendered("slurm", TWO_GROUPS)
+    step = file.text[file.text.index("srun --kill-on") :]
+    gpu, cpu = step.split(" : ")
+    assert "--het-group=0 --ntasks-per-node=1 --cpus-per-task=96 --gpus-per-node=8" in gpu
+    assert "--het-group=1 --ntasks-per-node=1 --cpus-per-task=64 --cpu-bind" in cpu
+    assert "--cpu-bind=none" in gpu and "--gpus" not in cpu.split(" -- ")[0].split("node ")[0]
+
+
 def test_what_ranks_find_of_the_network_is_the_same_for_every_group_of_an_allocation() -> None:
     turned = TWO_GROUPS.replace("name: mixed\n", "name: mixed\nnetwork: {rdma: none}\n")
     (file,) = rendered("slurm", turned)
