@@ -53,7 +53,8 @@ CANCEL_GRACE_S = 60.0
 FINISH_GRACE_S = 60.0
 """Seconds that a supervisor has after the job's end for the report and W&B."""
 REST = 4.0
-"""Times as long as a pass took that the next one waits at least: answers to clients come first."""
+"""Times as long as a pass took that the next one waits at least where no job moved in it: clients
+who submit many jobs are answered first."""
 ITS_TURN = "waits its turn in the queue"
 """Why a job waits that others come before; behind whom is in ``Controller.reason_of``. One text,
 whoever is first: with another one for each, ten thousand rows would be written whenever a job
@@ -248,17 +249,18 @@ class Controller:
     def run(self, stop: threading.Event, every_s: float = 0.5) -> None:
         """``step`` until ``stop``, at least every ``every_s`` seconds."""
         while not stop.is_set():
-            began = time.monotonic()
+            began, moved = time.monotonic(), False
             try:
-                self.step(self._clock())
+                moved = self.step(self._clock())
             except Exception:
                 logger.exception("a pass failed; the next one starts anew")
-            stop.wait(min(every_s, REST * (time.monotonic() - began)))
+            if not moved:
+                stop.wait(min(every_s, REST * (time.monotonic() - began)))
             self._wake.wait(every_s)
             self._wake.clear()
 
-    def step(self, now: float) -> None:
-        """One pass: each job that isn't at rest takes one transition at most."""
+    def step(self, now: float) -> bool:
+        """One pass: each job that isn't at rest takes one transition at most. Whether any did."""
         rows, version = self.store.tended.all()
         self._open = self.store.open_controls()
         self._holding = [r for r in rows if r.nodes]
@@ -273,6 +275,7 @@ class Controller:
         moved |= self._admit(queued, self._holding, now, version)
         if moved:
             self._notify()
+        return moved
 
     def _turn(self, row: JobRow, now: float, act: Callable[[JobRow, float], bool]) -> bool | None:
         """Whether the job moved; None: its turn failed, which is told when it is news."""

@@ -48,6 +48,7 @@ from orchestrator.store.controls import (
     stored_controls,
 )
 from orchestrator.store.errors import passing_trouble
+from orchestrator.store.group_commit import GroupCommit
 from orchestrator.store.nodes import NodeRecords
 from orchestrator.store.numbers import numbers
 from orchestrator.store.pages import Pages
@@ -107,6 +108,7 @@ class Store:
         """What is there, a page at a time."""
         self.tokens = TokenRecords(self._write, self._read)
         """Who may use the HTTP API."""
+        self._together = GroupCommit(self._writing, self._write)
         self.tended = TendedJobs(self._read)
         """Jobs that a pass looks at."""
 
@@ -340,30 +342,7 @@ class Store:
         self, job: str, attempt: int, batch: SupervisorBatch, time: float
     ) -> Acknowledgement:
         """Store all of ``batch``, or nothing and say why."""
-        with self._write(job) as db:
-            try:
-                row = stored_job(db, job)
-            except UnknownJobError as unknown:
-                return Acknowledgement(False, str(unknown))
-            current, state = row["attempt"], state_named(row["state"])
-            if attempt != current:
-                return Acknowledgement(False, f"attempt {attempt} is over, {current} is current")
-            mine = sa.and_(attempts.c.job == job, attempts.c.attempt == attempt)
-            last = db.execute(sa.select(attempts.c.sequence).where(mine)).scalar_one_or_none()
-            if last is None:
-                return Acknowledgement(False, f"attempt {attempt} was never begun")
-            if batch.sequence <= last:
-                return Acknowledgement(True, f"batch {batch.sequence} is stored already")
-            if batch.sequence != last + 1:
-                return Acknowledgement(False, f"batch {last + 1} comes before {batch.sequence}")
-            if not state.holds_nodes:
-                return Acknowledgement(False, f"the job is {state.word}")
-            refused = transition_refusal(state, batch.transition)
-            if refused:
-                return Acknowledgement(False, refused)
-            store_batch(db, row, attempt, batch, time)
-            db.execute(sa.update(attempts).where(mine).values(sequence=batch.sequence))
-        return Acknowledgement(True)
+        return self._together.do(job, lambda db: _record(db, job, attempt, batch, time))
 
     def decide(self, job: str, batch: SupervisorBatch, time: float) -> None:
         """Store what the controller itself saw and decided; its number in a row means nothing.
@@ -553,6 +532,34 @@ class Store:
     def _read(self) -> Iterator[Connection]:
         with passing_trouble(), self._engine.connect() as db:
             yield db
+
+
+def _record(
+    db: Connection, job: str, attempt: int, batch: SupervisorBatch, time: float
+) -> Acknowledgement:
+    try:
+        row = stored_job(db, job)
+    except UnknownJobError as unknown:
+        return Acknowledgement(False, str(unknown))
+    current, state = row["attempt"], state_named(row["state"])
+    if attempt != current:
+        return Acknowledgement(False, f"attempt {attempt} is over, {current} is current")
+    mine = sa.and_(attempts.c.job == job, attempts.c.attempt == attempt)
+    last = db.execute(sa.select(attempts.c.sequence).where(mine)).scalar_one_or_none()
+    if last is None:
+        return Acknowledgement(False, f"attempt {attempt} was never begun")
+    if batch.sequence <= last:
+        return Acknowledgement(True, f"batch {batch.sequence} is stored already")
+    if batch.sequence != last + 1:
+        return Acknowledgement(False, f"batch {last + 1} comes before {batch.sequence}")
+    if not state.holds_nodes:
+        return Acknowledgement(False, f"the job is {state.word}")
+    refused = transition_refusal(state, batch.transition)
+    if refused:
+        return Acknowledgement(False, refused)
+    store_batch(db, row, attempt, batch, time)
+    db.execute(sa.update(attempts).where(mine).values(sequence=batch.sequence))
+    return Acknowledgement(True)
 
 
 def _engine(url: str) -> Engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from orchestrator.placement.fair_queue import Ticket, turns
 from orchestrator.placement.placement import need_of
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.store.database import Store
+from orchestrator.store.errors import StoreUnavailableError
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_fair_queue import tickets
 
@@ -52,6 +55,51 @@ def listening(store: Store, *, plans: bool = False) -> Iterator[Said]:
         yield said
     finally:
         sa.event.remove(store._engine, "before_cursor_execute", heard)
+
+
+STEP = {"timeline": 0, "step": 0, "batch": 0, "loss": 1.0, "drills": []}
+
+
+class Together:
+    """Jobs that run, and supervisors of all of them that report at the same moment."""
+
+    def __init__(self, folder: Path, jobs: int = 6) -> None:
+        self.plane = ControlPlane(folder, *(4 for _ in range(jobs)))
+        self.jobs = [self.plane.submit(f"job{number}") for number in range(jobs)]
+        self.plane.steps(2 * jobs)
+
+    def told(self, batches: dict[str, SupervisorBatch]) -> tuple[int, dict[str, Any]]:
+        """How often the store was committed, and what each was answered, or what it raised."""
+        store = self.plane.store
+        commits: list[object] = []
+        heard = commits.append
+        answers: dict[str, Any] = {}
+
+        def tell(job: str) -> None:
+            try:
+                answers[job] = self.plane.controller.report(job, 1, batches[job])
+            except Exception as error:
+                answers[job] = error
+
+        sa.event.listen(store._engine, "commit", heard)
+        threads = [threading.Thread(target=tell, args=(job,)) for job in batches]
+        with store._writing:
+            # Somebody writes, so that all wait.
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + 30
+            while len(store._together._waiting) < len(threads):
+                assert time.monotonic() < deadline, "they do not come"
+                time.sleep(0.001)
+        for thread in threads:
+            thread.join(30)
+        sa.event.remove(store._engine, "commit", heard)
+        return len(commits), answers
+
+
+@pytest.fixture
+def together(tmp_path: Path) -> Together:
+    return Together(tmp_path)
 
 
 @pytest.fixture
@@ -145,6 +193,12 @@ class TestPass:
         plane.steps(3)
         assert waiting[1].id in plane.supervisors.alive
 
+    def test_it_says_whether_a_job_moved(self, queue: Callable[[int], ControlPlane]) -> None:
+        plane = queue(2)
+        assert not plane.controller.step(plane.now)
+        plane.groups.total["node1"] = 4
+        assert plane.controller.step(plane.now + 1)
+
     def test_many_jobs_that_ask_for_the_same_are_looked_at_once(
         self, queue: Callable[[int], ControlPlane], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -219,7 +273,7 @@ class TestSteps:
     ) -> None:
         plane = queue(0)
         (job,) = plane.supervisors.alive
-        step = {"timeline": 0, "step": 0, "batch": 0, "loss": 1.0, "drills": []}
+        step = STEP
         learnt = {"past": "x" * 10_000}
         first = SupervisorBatch(1, steps=(step,), detector_state=learnt)
         assert plane.controller.report(job, 1, first).accepted
@@ -231,6 +285,46 @@ class TestSteps:
         again = SupervisorBatch(3, steps=({**step, "step": 2},), detector_state={"past": "y"})
         assert plane.controller.report(job, 1, again).accepted
         assert plane.store.resume_state(job).detector_state == {"past": "y"}
+
+    def test_batches_of_many_jobs_that_come_at_once_wait_for_the_disk_once(
+        self, together: Together
+    ) -> None:
+        batches = {job: SupervisorBatch(1, steps=(STEP,)) for job in together.jobs}
+        commits, answers = together.told(batches)
+        assert commits == 1 and all(answer.accepted for answer in answers.values())
+        assert {row.step for row in together.plane.store.jobs()} == {0}
+
+    def test_a_batch_that_cannot_be_stored_takes_no_other_with_it(self, together: Together) -> None:
+        batches = {job: SupervisorBatch(1, steps=(STEP,)) for job in together.jobs}
+        broken = together.jobs[2]
+        batches[broken] = SupervisorBatch(1, steps=({**STEP, "lr": float("nan")},))
+        late = SupervisorBatch(2, steps=(STEP,))
+        batches[together.jobs[3]] = late
+        commits, answers = together.told(batches)
+        assert commits == 1
+        assert isinstance(answers[broken], ValueError)
+        assert answers[together.jobs[3]].reason == "batch 1 comes before 2"
+        rows = {row.id: row.step for row in together.plane.store.jobs()}
+        assert [job for job, step in rows.items() if step == -1] == [broken, together.jobs[3]]
+
+    def test_where_the_disk_fails_everybody_is_told_and_nothing_is_stored(
+        self, together: Together, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        full = StoreUnavailableError("the disk is full")
+        calls: list[object] = []
+
+        def fails(*some: object) -> None:
+            calls.append(some)
+            if len(calls) == 3:
+                raise full
+
+        monkeypatch.setattr("orchestrator.store.database.store_batch", fails)
+        batches = {job: SupervisorBatch(1, steps=(STEP,)) for job in together.jobs}
+        commits, answers = together.told(batches)
+        assert commits == 0 and set(answers.values()) == {full}
+        monkeypatch.undo()
+        _, answers = together.told(batches)
+        assert all(answer.accepted for answer in answers.values()), "they tell it again"
 
     def test_what_an_older_octavo_stored_of_detectors_is_taken_up(
         self, queue: Callable[[int], ControlPlane]
