@@ -33,7 +33,7 @@ from orchestrator.spec.errors import (
 WHAT = "a cluster profile"
 _USER_AND_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 _GIVEN = re.compile(
-    r"(?i)(password|passwd|token|secret|api_?key|account_?key)\s*=\s*['\"]?[^\s'\"$/~<]"
+    r"(?i)(password|passwd|token|(api|account|access|secret)_?key)\s*=\s*['\"]?[^\s'\"$/~<]"
 )
 """A secret given to a command; not a variable, nor a file that has it."""
 

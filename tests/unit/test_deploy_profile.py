@@ -143,6 +143,8 @@ def test_a_password_in_the_address_of_the_redis_is_refused_and_not_repeated(
         ("sudo mount -t cifs //a.example.com/s /octavo/jobs -o credentials=/etc/cifs", False),
         ("export HF_TOKEN=$(cat /etc/token)", False),
         ("docker login --password-stdin < /etc/password", False),
+        ("gcloud secrets versions access latest --secret=mine > /etc/token", False),
+        ("export AWS_SECRET_ACCESS_KEY=hunter2", True),
     ],
 )
 def test_a_secret_in_a_command_is_refused_and_a_file_that_has_it_is_not(
