@@ -58,6 +58,7 @@ def _sections() -> list[Section]:
                 _lines("Learning rate", [metrics.LR], 0, 6, 8),
                 _lines("Tokens a second", [metrics.TOKENS_PER_SEC], 8, 6, 8),
                 _lines("Step time, s; skipped", [metrics.STEP_TIME_S, metrics.SKIPPED], 16, 6, 8),
+                _lines("MFU, % (with resources.device)", [metrics.MFU_PCT], 0, 12, 8),
             ],
         ),
         ws.Section(

@@ -15,6 +15,7 @@ from monitoring.exchange import exchange_numbers
 from monitoring.records import StepRecord
 from monitoring.summary import Tally
 from monitoring.tensor_stats import TensorColumns
+from monitoring.utilization import mfu_pct
 
 STEP = "train/step"
 LOSS = "train/loss"
@@ -22,6 +23,8 @@ GRAD_NORM = "train/grad_norm"
 LR = "train/lr"
 TOKENS_PER_SEC = "train/tokens_per_sec"
 STEP_TIME_S = "train/step_time_s"
+MFU_PCT = "train/mfu_pct"
+"""Only where the planner knows the model's size and ``resources.device`` names what it runs on."""
 SKIPPED = "train/skipped"
 
 COMM = "comm/"
@@ -63,8 +66,13 @@ def tensor_metric(name: str, what: str) -> str:
     return f"fp8/{name}/{what}"
 
 
-def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, float]:
-    """Everything measured in one step; scalars of single tensors only for the ``worst`` ones."""
+def step_metrics(
+    record: StepRecord, worst: int, fp8_format: str, peak_tokens_per_s: float | None = None
+) -> dict[str, float]:
+    """Everything measured in one step; scalars of single tensors only for the ``worst`` ones.
+
+    ``peak_tokens_per_s``: of all ranks at an MFU of 100 %; None: unknown, as MFU is then.
+    """
     values: dict[str, float] = {
         STEP: record.step,
         LOSS: record.loss,
@@ -78,6 +86,8 @@ def step_metrics(record: StepRecord, worst: int, fp8_format: str) -> dict[str, f
     }
     if record.step_time_s > 0:
         values[TOKENS_PER_SEC] = record.tokens / record.step_time_s
+    if (mfu := mfu_pct(record, peak_tokens_per_s)) is not None:
+        values[MFU_PCT] = mfu
     values |= {f"{COMM}{name}": number for name, number in exchange_numbers(record.comm).items()}
     values.update(_tensor_metrics(record, worst, fp8_format))
     return values

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from monitoring.amax import are_of_layers, headrooms
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorColumns
+from monitoring.utilization import mfu_pct
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,6 +40,14 @@ class JobNumbers:
     """By kind, in the job's life."""
     actions: Mapping[str, int] = field(default_factory=dict)
     """By kind, in the job's life."""
+    checkpoint_at: float | None = None
+    """When its newest checkpoint was written, Unix time; None before the first."""
+    steps_lost: int = 0
+    """Steps done again after a rollback or restart, in the job's life."""
+    recovering_s: float = 0.0
+    """Seconds from troubles to the first steps after them, in the job's life."""
+    peak_tokens_per_s: float | None = None
+    """Of its ranks at an MFU of 100 %; None: unknown."""
     steps_done: int | None = None
     """Those that count: fewer than ``newest`` says where it was given up; None: as it says."""
 
@@ -52,6 +61,8 @@ class Numbers:
     states: Mapping[str, int]
     """Jobs in each state, all there ever were."""
     quarantined_nodes: int = 0
+    passed_at: float | None = None
+    """When the controller's newest pass over its jobs ended, Unix time; None before the first."""
 
 
 def exposition(numbers: Numbers) -> bytes:
@@ -76,16 +87,27 @@ class _Collected(Collector):
             "Nodes that no job is placed on for the time being.",
             value=numbers.quarantined_nodes,
         )
+        if numbers.passed_at is not None:
+            yield GaugeMetricFamily(
+                "octavo_controller_pass_timestamp_seconds",
+                "When the controller last looked after its jobs, Unix time: alert when it stands "
+                "still, for then nothing is started or mended.",
+                value=numbers.passed_at,
+            )
         gauges = {name: _gauge(name, told) for name, told in GAUGES.items()}
         counters = {name: _counter(name, told) for name, told in COUNTERS.items()}
+        totals = {name: _total(name, told) for name, told in TOTALS.items()}
         for job in numbers.jobs:
             for name, value in _values(job):
                 gauges[name].add_metric([job.job, job.name], value)
             for name, counts in (("incidents", job.incidents), ("actions", job.actions)):
                 for kind, count in sorted(counts.items()):
                     counters[name].add_metric([job.job, job.name, kind], count)
+            totals["steps_lost"].add_metric([job.job, job.name], job.steps_lost)
+            totals["recovering_seconds"].add_metric([job.job, job.name], job.recovering_s)
         yield from gauges.values()
         yield from counters.values()
+        yield from totals.values()
 
 
 GAUGES = {
@@ -98,7 +120,11 @@ GAUGES = {
     "learning_rate": "Learning rate of the newest step.",
     "step_seconds": "Wall seconds of the newest step on the slowest rank.",
     "tokens_per_second": "Tokens of the newest step over its seconds.",
+    "mfu_ratio": "MFU of the newest step; only with resources.device and the built-in model.",
     "step_timestamp_seconds": "When the newest step ended, Unix time: alert when it stands still.",
+    "checkpoint_timestamp_seconds": "When its newest checkpoint was written, Unix time: alert when "
+    "it is too long ago.",
+    "exchange_bytes": "Bytes of gradients that the mean rank sent in the newest step.",
     "high_precision_layers": "Linears that computed in BF16 in the newest step.",
     "headroom_octaves": "Least headroom of a tensor in FP8 in the newest step, in octaves.",
     "saturated_ratio": "Largest share of a tensor's values clamped in the newest step.",
@@ -110,6 +136,11 @@ COUNTERS = {
     "actions": "Decisions of the recovery policy and of people in the job's life, by kind.",
 }
 """Of each job and kind, as ``octavo_job_<name>_total``."""
+TOTALS = {
+    "steps_lost": "Steps done again after a rollback or restart in the job's life.",
+    "recovering_seconds": "Seconds from troubles to the first steps after them, in its life.",
+}
+"""Of each job, as ``octavo_job_<name>_total``."""
 
 
 def _gauge(name: str, told: str) -> GaugeMetricFamily:
@@ -120,10 +151,16 @@ def _counter(name: str, told: str) -> CounterMetricFamily:
     return CounterMetricFamily(f"octavo_job_{name}", told, labels=["job", "name", "kind"])
 
 
+def _total(name: str, told: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"octavo_job_{name}", told, labels=["job", "name"])
+
+
 def _values(job: JobNumbers) -> Iterator[tuple[str, float]]:
     yield "steps_planned", job.steps_planned
     yield "attempt", job.attempt
     yield "nodes", job.nodes
+    if job.checkpoint_at is not None:
+        yield "checkpoint_timestamp_seconds", job.checkpoint_at
     record = job.newest
     recorded = 0 if record is None else record.step + 1
     done = recorded if job.steps_done is None else job.steps_done
@@ -138,7 +175,11 @@ def _values(job: JobNumbers) -> Iterator[tuple[str, float]]:
     yield "step_seconds", record.step_time_s
     if record.step_time_s > 0:
         yield "tokens_per_second", record.tokens / record.step_time_s
+    if (mfu := mfu_pct(record, job.peak_tokens_per_s)) is not None:
+        yield "mfu_ratio", mfu / 100
     yield "step_timestamp_seconds", record.time
+    if record.comm.get("bytes"):
+        yield "exchange_bytes", record.comm["bytes"]
     yield "high_precision_layers", len(record.high_precision_layers)
     columns = TensorColumns.of(record.tensors)
     in_fp8 = ~are_of_layers(columns.names, record.high_precision_layers)

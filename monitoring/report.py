@@ -87,6 +87,7 @@ def _tiles(summary: Row) -> str:
         ("steps", f"{summary['steps']:,}"),
         ("step time", measure(summary["step_time_s"], 3, " s")),
         ("tokens a second", measure(summary["tokens_per_s"], 3)),
+        *([("MFU", measure(summary["mfu_pct"], 3, " %"))] if summary["mfu_pct"] else []),
         ("incidents", str(len(summary["incidents"]))),
         ("rollbacks · restarts", f"{summary['rollbacks']} · {summary['restarts']}"),
         ("steps redone", str(summary["steps_lost"])),

@@ -17,6 +17,7 @@ from monitoring.goodput import goodput
 from monitoring.job_view import GOES_BACK, JobView, Row, landing, split_steps
 from monitoring.records import EXCHANGE_BITS, StepRecord
 from monitoring.tensor_stats import encode_float
+from monitoring.utilization import mfu_pct, peaks_of
 
 
 @dataclass(slots=True)
@@ -138,6 +139,7 @@ def summarize(view: JobView) -> dict[str, Any]:
         "time_to_recover_s": _json(totals.time_to_recover_s),
         "step_time_s": _json(step_time),
         "tokens_per_s": _json(tokens) if kept else None,
+        "mfu_pct": _json(_mfu(view, kept)),
         "ettr": _json(totals.ettr),
         "goodput": goodput(view).to_json(),
         "attempts": attempts,
@@ -153,6 +155,14 @@ def summarize(view: JobView) -> dict[str, Any]:
         **_checkpoints(view),
         "environment": dict(environment_of(view)),
     }
+
+
+def _mfu(view: JobView, kept: Sequence[StepRecord]) -> float | None:
+    """The median of the kept steps; None where nobody knows what the devices could."""
+    peaks = peaks_of(view)
+    found = [mfu_pct(record, peaks.get(record.attempt)) for record in kept]
+    known = [value for value in found if value is not None]
+    return median(known) if known else None
 
 
 def _checkpoints(view: JobView) -> dict[str, Any]:

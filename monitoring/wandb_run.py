@@ -5,7 +5,8 @@ raises. One job is one run, whatever restarts: its id is the job's, and it is re
 
 Promises: W&B never stops training. An exception of W&B disables it with one warning; a
 service that can't be reached turns the run offline; a queue that is full drops records
-and says how many. What was logged more than a second ago survives a kill of the process.
+and says how many. What was logged more than a second ago survives a kill of the process; all that
+waits for an upload is in the job's directory.
 
 The job's processes must not be logged in to be recorded: mode ``auto`` looks for a key in
 the environment and in ``.netrc``, without a network call, and is offline without one.
@@ -32,6 +33,7 @@ from monitoring.job_view import GOES_BACK, Row
 from monitoring.records import StepRecord
 from monitoring.secrets import masked
 from monitoring.summary import Tally
+from monitoring.utilization import RANK_PEAK
 from monitoring.wandb_tables import wandb_tables
 from monitoring.wording import at_step, counted, place
 
@@ -115,6 +117,8 @@ class WandbRun:
         self._step = 0
         self._tables_changed = False
         self._fp8_format = str((spec.get("fp8") or {}).get("format", "HYBRID"))
+        self._rank_peak: float | None = spec.get(RANK_PEAK)
+        self._ranks = int((spec.get("topology") or {}).get("ranks") or 0)
         self._heat = HeatImage(self._fp8_format)
         self._heat_due = HEAT_MAP_EVERY
         self._notes: list[str] = []
@@ -218,6 +222,9 @@ class WandbRun:
     def _open(self) -> Any:
         import wandb
 
+        # Else tables wait for their upload in the home of whoever runs this, and who copies or
+        # syncs the job's folder doesn't have them.
+        os.environ["WANDB_DATA_DIR"] = str(self.path / "data")
         self.directory.mkdir(parents=True, exist_ok=True)
         try:
             run = self._init(wandb, self.mode)
@@ -280,7 +287,10 @@ class WandbRun:
         self._step = record.step
         self._mark(record)
         self._heat.add(record)
-        values: dict[str, Any] = {**metrics.step_metrics(record, WORST_TENSORS, self._fp8_format)}
+        peak = self._rank_peak * self._ranks if self._rank_peak else None
+        values: dict[str, Any] = {
+            **metrics.step_metrics(record, WORST_TENSORS, self._fp8_format, peak)
+        }
         values |= metrics.tally_metrics(self._tally)
         if record.step % HISTOGRAMS_EVERY == 0:
             values |= self._histograms(record)
@@ -309,6 +319,7 @@ class WandbRun:
 
     def _on_start(self, start: Row) -> None:
         self._start = start
+        self._ranks = int(start.get("ranks") or self._ranks)
         if self.mode == "online" and start.get("tier") == "disk":
             # Lineage: W&B draws what an attempt went on from. Offline there is nobody to ask.
             try:

@@ -22,6 +22,7 @@ from monitoring.episodes import Episode, episodes
 from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
 from monitoring.summary import tally
+from monitoring.utilization import mfu_pct, peaks_of
 from monitoring.watch_layers import layer_bars, precision_lines, visible
 from monitoring.wording import counted, place
 
@@ -97,7 +98,7 @@ def _head(
     if kept:
         lines += [
             (1, _loss(kept, width)),
-            (4, _pace(kept, width)),
+            (4, _pace(view, kept, width)),
             (6, _now(kept[-1], width)),
         ]
     lines += [(3, _so_far(view, width)), (2, _why(view, width))]
@@ -225,10 +226,13 @@ def _now(record: StepRecord, width: int) -> RenderableType:
     return line
 
 
-def _pace(kept: Sequence[StepRecord], width: int) -> RenderableType:
-    """Throughput of the newest steps."""
+def _pace(view: JobView, kept: Sequence[StepRecord], width: int) -> RenderableType:
+    """Throughput of the newest steps, and the newest one's MFU where it is known."""
     speeds = [_tokens_per_s(record) for record in kept]
     parts = [f"tokens/s {whole(speeds[-1])}", f"median {whole(median(speeds[-RECENT_STEPS:]))}"]
+    mfu = mfu_pct(kept[-1], peaks_of(view).get(kept[-1].attempt))
+    if mfu is not None:
+        parts.insert(1, f"MFU {mfu:.1f} %")
     return _beside(lambda room: sparkline(speeds[-4 * room :], room), parts, width, "blue")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, HTTPException, Query
 from pydantic import BaseModel, Field
 
+from monitoring.utilization import RANK_PEAK
 from orchestrator.api.docs import Reader, Submitter, takes, told
 from orchestrator.api.find import Found
 from orchestrator.api.limits import PAGE, After, Key, Limit, Line, Wait, on_one_line
@@ -27,6 +28,7 @@ from orchestrator.api.models import (
 from orchestrator.api.wait import Bell
 from orchestrator.controller.controller import Controller
 from orchestrator.lifecycle import TransitionRefused, nothing_to_do, state_named
+from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.spec.backend import backend_of
 from orchestrator.spec.degrees import Word
 from orchestrator.spec.job import spec_data
@@ -173,6 +175,7 @@ def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
         return {
             **job_json(row, controller.reason_of(row)),
             **_backend(store, row),
+            RANK_PEAK: rank_peak_tokens_per_s(row.spec),
             "attempts": store.attempts(row.id),
             "spec": spec_data(row.spec),
         }

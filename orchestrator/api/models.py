@@ -208,6 +208,7 @@ class JobDetail(Job):
             "backend": "native",
             "backend_reason": "no CUDA device",
             "backend_warning": "",
+            "rank_peak_tokens_per_s": 20400.0,
             "attempts": [_ATTEMPT],
             "spec": {"name": "toy", "slots_per_node": 4},
         }
@@ -216,6 +217,9 @@ class JobDetail(Job):
     backend: str = Field(description="What the FP8 linears run on.")
     backend_reason: str
     backend_warning: str
+    rank_peak_tokens_per_s: float | None = Field(
+        description="Of one rank at an MFU of 100 %; null without `resources.device`."
+    )
     attempts: list[Attempt]
     spec: dict[str, Any] = Field(description="The job file, completed.")
 

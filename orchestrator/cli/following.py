@@ -10,6 +10,7 @@ from typing import Any
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import NO_TENSORS
+from monitoring.utilization import RANK_PEAK
 from orchestrator.api.client import PATIENCE_S, Client
 from orchestrator.api.client_errors import UnreachableError
 
@@ -161,6 +162,8 @@ class Following:
             events=tuple(self._events),
             extra={
                 **{k: self._shown[k] for k in ("job_dir", "reason", "nodes", "attempt")},
+                # A controller of before doesn't say it.
+                RANK_PEAK: self._shown.get(RANK_PEAK),
                 "absent_s": self.absent_s,
             },
         )

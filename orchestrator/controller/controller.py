@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ class Controller:
         """Jobs that held nodes when the pass began."""
         self._ahead = ""
         """The job that holds up those behind it."""
+        self._passed_at: float | None = None
         self._admitted: object = None
         """All that the last look at the queue depended on, where it led to nothing."""
 
@@ -209,7 +211,7 @@ class Controller:
 
     def numbers(self) -> Numbers:
         """What Prometheus scrapes."""
-        return self.store.numbers(self._clock())
+        return replace(self.store.numbers(self._clock()), passed_at=self._passed_at)
 
     def changes(self) -> int:
         """How often something was stored in this process' life."""
@@ -273,6 +275,7 @@ class Controller:
                 moved |= bool(self._turn(row, now, self._clear))
         queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]
         moved |= self._admit(queued, self._holding, now, version)
+        self._passed_at = self._clock()
         if moved:
             self._notify()
         return moved

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,8 +17,9 @@ from sqlalchemy.engine import Connection
 from monitoring.prometheus import JobNumbers, Numbers
 from monitoring.records import StepRecord
 from orchestrator.lifecycle import JobState
+from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.store.rows import JOB, JobRow, job_row
-from orchestrator.store.tables import actions, incidents, jobs, quarantines, steps
+from orchestrator.store.tables import actions, events, incidents, jobs, quarantines, steps
 
 AFTERWARDS_S = 3600.0
 """Seconds that a job's numbers are told after its end, so that the last ones are scraped."""
@@ -30,7 +32,7 @@ def numbers(db: Connection, now: float) -> Numbers:
     rows = [job_row(row) for row in db.execute(sa.select(*JOB).where(told)).mappings()]
     ids = sa.select(jobs.c.id).where(told)
     seen, done = _counts(db, incidents, ids), _counts(db, actions, ids)
-    newest = _newest(db, ids)
+    newest, lived = _newest(db, ids), _lived(db, ids)
     by_state = sa.select(jobs.c.state, sa.func.count()).group_by(jobs.c.state)
     counted = {str(state): int(count) for state, count in db.execute(by_state)}
     held = sa.select(sa.func.count(sa.distinct(quarantines.c.node_id))).where(
@@ -38,7 +40,10 @@ def numbers(db: Connection, now: float) -> Numbers:
         quarantines.c.until.is_(None) | (quarantines.c.until > now),
     )
     return Numbers(
-        jobs=[_job(row, newest.get(row.id), seen[row.id], done[row.id]) for row in rows],
+        jobs=[
+            replace(_job(row, newest.get(row.id), seen[row.id], done[row.id]), **lived[row.id])
+            for row in rows
+        ],
         states={state.word: counted.get(state.word, 0) for state in JobState},
         quarantined_nodes=db.execute(held).scalar_one(),
     )
@@ -47,6 +52,10 @@ def numbers(db: Connection, now: float) -> Numbers:
 def _job(
     row: JobRow, newest: StepRecord | None, seen: dict[str, int], done: dict[str, int]
 ) -> JobNumbers:
+    # Of the many that name no device nothing is parsed.
+    named = newest is not None and '"device":' in row.spec_text
+    peak = rank_peak_tokens_per_s(row.spec) if named else None
+    ranks = sum(node.slots for node in row.nodes if not node.spare)
     return JobNumbers(
         job=row.id,
         name=row.name,
@@ -55,6 +64,7 @@ def _job(
         nodes=len(row.nodes),
         fp8_format=row.fp8_format,
         newest=newest,
+        peak_tokens_per_s=None if peak is None else peak * ranks,
         steps_done=row.stands_at + 1,
         incidents=seen,
         actions=done,
@@ -67,6 +77,24 @@ def _counts(db: Connection, table: sa.Table, ids: sa.Select[Any]) -> dict[str, d
     for job, kind, count in db.execute(query.group_by(table.c.job, table.c.kind)):
         counts[job][kind] = count
     return counts
+
+
+def _lived(db: Connection, ids: sa.Select[Any]) -> dict[str, dict[str, Any]]:
+    """What events tell of each job's life."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    mine = events.c.job.in_(ids)
+    written = sa.select(events.c.job, sa.func.max(events.c.time)).where(
+        mine, events.c.kind == "checkpoint_written"
+    )
+    for job, at in db.execute(written.group_by(events.c.job)):
+        found[job]["checkpoint_at"] = at
+    recovered = sa.select(events.c.job, events.c.detail).where(mine, events.c.kind == "recovered")
+    for job, body in db.execute(recovered):
+        own, detail = found[job], json.loads(body)
+        own["steps_lost"] = own.get("steps_lost", 0) + int(detail.get("steps_lost", 0))
+        seconds = float(detail.get("time_to_recover_s", 0.0))
+        own["recovering_s"] = own.get("recovering_s", 0.0) + seconds
+    return found
 
 
 def _newest(db: Connection, ids: sa.Select[Any]) -> dict[str, StepRecord]:

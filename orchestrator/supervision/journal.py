@@ -20,9 +20,11 @@ from launch.checkpoints import checkpoint_folder
 from monitoring.job_view import JobView
 from monitoring.records import Incident, StepRecord
 from monitoring.secrets import secrets_of, without, without_in
+from monitoring.utilization import RANK_PEAK
 from orchestrator.actions import Action
 from orchestrator.events import EventDraft, Notice
 from orchestrator.lifecycle import Cause, JobState
+from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import JobHistory, ResumeState, StepContext
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.spec.backend import backend_of
@@ -171,7 +173,10 @@ class Journal:
             incidents=tuple(self._incidents),
             actions=tuple(self._actions),
             events=tuple(self._events),
-            extra={"job_dir": self._resume.job_dir},
+            extra={
+                "job_dir": self._resume.job_dir,
+                RANK_PEAK: rank_peak_tokens_per_s(self._resume.spec),
+            },
         )
 
     def write_report(self, state: JobState) -> None:

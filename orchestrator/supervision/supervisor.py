@@ -19,8 +19,10 @@ from launch.step_part import Sent
 from launch.worker_group import WorkerGroup
 from monitoring.environment import environment
 from monitoring.records import StepRecord
+from monitoring.utilization import RANK_PEAK
 from monitoring.wandb_run import WandbRun
 from orchestrator.node_slot import NodeSlot
+from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
@@ -207,6 +209,8 @@ def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
     try:
         spec = resume.spec.model_dump(mode="json") | backend_detail(backend_of(resume.spec))
         spec |= {"environment": environment(), "topology": _topology(resume)}
+        if (peak := rank_peak_tokens_per_s(resume.spec)) is not None:
+            spec[RANK_PEAK] = peak
         run = WandbRun(resume.spec.wandb, resume.job, Path(resume.job_dir), spec)
         run.start(
             steps=[StepRecord.from_json(row) for row in past.steps],

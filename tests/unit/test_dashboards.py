@@ -34,7 +34,7 @@ def logged() -> set[str]:
     record = healthy_trace(5)[-1]
     comm = {"bytes": 1e6, "uncompressed_bytes": 2e6, "relative_error": 0.02}
     comm |= {"quantize_s": 0.1, "wire_s": 0.1, "dequantize_s": 0.1}
-    names = metrics.step_metrics(replace(record, comm=comm), 8, "HYBRID")
+    names = metrics.step_metrics(replace(record, comm=comm), 8, "HYBRID", 1e6)
     totals = Tally(recover_times_s=[1.0])
     totals.add_step(record)
     return {*names, *metrics.tally_metrics(totals), *metrics.histograms(record, "HYBRID")}

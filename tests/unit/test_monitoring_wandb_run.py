@@ -204,6 +204,13 @@ class TestARealOfflineRun:
         (entry,) = told[0]["manifest"]["contents"]
         assert entry["ref"].startswith("file:///") and entry["ref"].endswith("rank-0.safetensors")
 
+    def test_what_waits_for_its_upload_is_in_the_jobs_directory(self, records):
+        tables = [r["artifact"] for r in records if r["type"] == "artifact"]
+        staged = [e["local_path"] for a in tables if a["type"] == "run_table"
+                  for e in a["manifest"]["contents"] if "local_path" in e]  # fmt: skip
+        assert staged and all("/wandb/" in path and Path(path).is_file() for path in staged)
+        assert not [path for path in staged if str(Path.home() / ".local") in path]
+
     def test_all_tensors_are_in_histograms_and_in_a_heat_map(self, records):
         told = history(records)
         every = [item for item in told if "fp8/all/headroom_octaves.values" in item]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import deploy
-from monitoring.prometheus import COUNTERS, GAUGES, JobNumbers, Numbers, exposition
+from monitoring.prometheus import COUNTERS, GAUGES, TOTALS, JobNumbers, Numbers, exposition
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorStats
+from orchestrator.events import EventDraft
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.store.numbers import AFTERWARDS_S
 from tests.unit.control_plane import ControlPlane
@@ -71,6 +73,32 @@ def test_a_step_that_was_given_up_is_not_told_as_done() -> None:
     assert ("octavo_job_loss", "toy-1", "toy") not in told
 
 
+def test_mfu_is_told_where_what_the_ranks_could_is_known_and_nowhere_else() -> None:
+    newest = StepRecord.from_json(step(7))
+    speed = newest.tokens / newest.step_time_s
+    job = JobNumbers("toy-1", "toy", 100, 2, 3, newest=newest, peak_tokens_per_s=4 * speed)
+    told = samples(exposition(Numbers([job, replace(job, job="b", peak_tokens_per_s=None)], {})))
+    assert told[("octavo_job_mfu_ratio", "toy-1", "toy")] == 0.25
+    assert ("octavo_job_mfu_ratio", "b", "toy") not in told
+
+
+def test_what_an_operator_pages_on_can_be_asked(plane: ControlPlane, api: TestClient) -> None:
+    assert ("octavo_controller_pass_timestamp_seconds",) not in samples(api.get("/metrics").text)
+    job = plane.submit("toy")
+    plane.steps(2)
+    row = step(7, comm={"bytes": 512.0})
+    lost = {"steps_lost": 3, "time_to_recover_s": 2.5}
+    events = [EventDraft("checkpoint_written", 50.0 + n, "", {"step": n}) for n in (8, 9)]
+    events += [EventDraft("recovered", 60.0, "", lost), EventDraft("recovered", 61.0, "", lost)]
+    plane.controller.report(job, 1, SupervisorBatch(1, steps=(row,), events=tuple(events)))
+    told, at = samples(api.get("/metrics").text), (job, "toy")
+    assert told[("octavo_job_checkpoint_timestamp_seconds", *at)] == 59.0
+    assert told[("octavo_job_steps_lost_total", *at)] == 6
+    assert told[("octavo_job_recovering_seconds_total", *at)] == 5.0
+    assert told[("octavo_job_exchange_bytes", *at)] == 512
+    assert told[("octavo_controller_pass_timestamp_seconds",)] == plane.now
+
+
 def test_odd_names_and_numbers_are_told_as_they_are() -> None:
     newest = StepRecord.from_json(step(0, loss=math.nan, grad_norm=math.inf, step_time_s=0.0))
     job = JobNumbers('a"b\\c\n', "toy", 1, 1, 0, newest=newest)
@@ -112,8 +140,9 @@ def test_the_dashboard_draws_series_that_there_are() -> None:
     text = (Path(deploy.__file__).parent / "grafana.json").read_text()
     board = json.loads(text)
     known = {"octavo_jobs", "octavo_quarantined_nodes"}
+    known |= {"octavo_controller_pass_timestamp_seconds"}
     known |= {f"octavo_job_{name}" for name in GAUGES}
-    known |= {f"octavo_job_{name}_total" for name in COUNTERS}
+    known |= {f"octavo_job_{name}_total" for name in (*COUNTERS, *TOTALS)}
     drawn = {
         name
         for panel in board["panels"]
