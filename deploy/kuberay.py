@@ -10,7 +10,6 @@ beyond a pod's loopback for outsiders unless the profile says so.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 from deploy.cluster_profile import ClusterProfile, NodeGroup
 from deploy.kubernetes import (
@@ -22,7 +21,6 @@ from deploy.kubernetes import (
     TLS,
     TLS_FOLDER,
     Object,
-    claim,
     claim_name,
     container_security,
     healthy,
@@ -33,6 +31,7 @@ from deploy.kubernetes import (
     probes,
     tolerations,
 )
+from deploy.kubernetes_beside import GROUP_LABEL, beside, pod_labels
 from deploy.ray_options import (
     DASHBOARD_PORT,
     GCS_PORT,
@@ -54,7 +53,6 @@ OWN_TLS = "/dev/shm/octavo-tls"
 OWN_COMMAND = "ray.io/overwrite-container-cmd"
 """KubeRay's annotation: containers run their own command, KubeRay's is in a variable."""
 GENERATED = "KUBERAY_GEN_RAY_START_CMD"
-CLUSTER_LABEL, ROLE_LABEL, GROUP_LABEL = "octavo-cluster", "octavo-role", "octavo-group"
 STAYS = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
     "karpenter.sh/do-not-disrupt": "true",
@@ -77,7 +75,7 @@ def cluster_objects(profile: ClusterProfile) -> list[Object]:
         "metadata": metadata(profile, profile.name, annotations={OWN_COMMAND: "true"}),
         "spec": _cluster(profile, profile.storage.home.path),
     }
-    return [*_around(profile), cluster]
+    return [*beside(profile), cluster]
 
 
 def job_objects(profile: ClusterProfile, job: str) -> list[Object]:
@@ -112,23 +110,7 @@ def job_objects(profile: ClusterProfile, job: str) -> list[Object]:
             "rayClusterSpec": spec,
         },
     }
-    return [*_around(profile), config, ray_job]
-
-
-def _around(profile: ClusterProfile) -> list[Object]:
-    """What stands beside the cluster: volumes, who may reach it, what may be evicted."""
-    storage = profile.storage
-    claims = [
-        claim(profile, storage.home, HOME, "ReadWriteOnce"),
-        claim(profile, storage.jobs, JOBS, "ReadWriteMany"),
-    ]
-    return [
-        *(made for made in claims if made is not None),
-        _network_policy(profile),
-        # None for the head: of one pod none could go, so that its node could never be drained. It
-        # has the time to pause jobs after a checkpoint, and the next one resumes them.
-        *(_disruption(profile, group) for group in profile.node_groups if group.fewest > 1),
-    ]
+    return [*beside(profile), config, ray_job]
 
 
 def _cluster(
@@ -163,7 +145,7 @@ def _cluster(
         # KubeRay reads from these what it has to know of the head.
         "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": dashboard},
         "template": {
-            "metadata": {"labels": _labels(profile, "head"), "annotations": dict(STAYS)},
+            "metadata": {"labels": pod_labels(profile, "head"), "annotations": dict(STAYS)},
             "spec": _head(profile, home, dashboard, job_config, scales=scales),
         },
     }
@@ -261,7 +243,7 @@ def _worker_group(profile: ClusterProfile, group: NodeGroup) -> Object:
         "rayStartParams": flags,
         "template": {
             "metadata": {
-                "labels": _labels(profile, "worker") | {GROUP_LABEL: group.name},
+                "labels": pod_labels(profile, "worker") | {GROUP_LABEL: group.name},
                 "annotations": dict(STAYS),
             },
             "spec": pod,
@@ -327,64 +309,3 @@ def _placing(selector: dict[str, str], tolerated: list[Object]) -> Object:
 
 def _claimed(name: str, claim: str) -> Object:
     return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
-
-
-def _labels(profile: ClusterProfile, role: str = "") -> dict[str, str]:
-    """Of the cluster's pods: our own, since a ``RayJob``'s cluster has a name that KubeRay makes
-    up."""
-    return {CLUSTER_LABEL: profile.name} | ({ROLE_LABEL: role} if role else {})
-
-
-def _disruption(profile: ClusterProfile, group: NodeGroup) -> Object:
-    """A drain takes one of the group's fewest nodes at a time: training goes on, from memory.
-
-    Kubernetes' ``maxUnavailable`` and percentages count what the pods' owner wants by its scale
-    subresource, which a RayCluster hasn't: such a budget would let no pod go, ever.
-    """
-    selected = {CLUSTER_LABEL: profile.name, GROUP_LABEL: group.name}
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(profile, f"{profile.name}-{group.name}"),
-        "spec": {
-            "minAvailable": group.fewest - 1,
-            "selector": {"matchLabels": selected},
-            # Else pods that don't start would hold nodes that nobody can drain.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
-    }
-
-
-def _network_policy(profile: ClusterProfile) -> Object:
-    """Into the cluster's pods: from each other, from the operator to the dashboard, and to the
-    API from where the profile says."""
-    security = profile.security
-    rules: list[Object] = [
-        {"from": [{"podSelector": {"matchLabels": _labels(profile)}}]},
-        {
-            "from": [_namespace(profile.kubernetes.operator_namespace)],
-            "ports": [{"protocol": "TCP", "port": DASHBOARD_PORT}],
-        },
-    ]
-    if security.allow_namespaces and not on_loopback(security.listen):
-        rules.append(
-            {
-                "from": [_namespace(name) for name in security.allow_namespaces],
-                "ports": [{"protocol": "TCP", "port": security.port}],
-            }
-        )
-    spec: dict[str, Any] = {
-        "podSelector": {"matchLabels": _labels(profile)},
-        "policyTypes": ["Ingress"],
-        "ingress": rules,
-    }
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(profile, profile.name),
-        "spec": spec,
-    }
-
-
-def _namespace(name: str) -> Object:
-    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
