@@ -17,6 +17,10 @@ import numpy.typing as npt
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorColumns
 
+HALF_LIFE = 64
+"""Records after which one weighs half as much in what is usual."""
+WEIGHT = 1.0 - 0.5 ** (1.0 / HALF_LIFE)
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:
@@ -48,6 +52,32 @@ def growth(records: Sequence[StepRecord]) -> Growth | None:
     half = len(told) // 2
     older, newer = _means(logs[:half]), _means(logs[-half:])
     return Growth(names, newer - older, told[-1][0] - told[0][0])
+
+
+class UsualAmax:
+    """What each tensor's amax usually is, over the records that came so far, and how far above
+    that a record's is."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._usual: npt.NDArray[np.float64] = np.empty(0)
+        """[tensors], log2; NaN before it is known."""
+
+    def rise(
+        self, columns: TensorColumns, counted: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.float64]:
+        """Octaves [tensors] above the usual; 0 where there is none yet, or not ``counted``, inf
+        for an amax that isn't finite. The record then is one of those that came."""
+        if columns.names != self._names:
+            before = dict(zip(self._names, self._usual.tolist(), strict=True))
+            self._usual = np.array([before.get(name, np.nan) for name in columns.names])
+            self._names = columns.names
+        known = counted & np.isfinite(columns.amax) & (columns.amax > 0)
+        logs = np.log2(np.where(known, columns.amax, 1.0))
+        usual = np.where(np.isnan(self._usual), logs, self._usual)
+        rise = np.where(known, logs - usual, 0.0)
+        self._usual = np.where(known, usual + WEIGHT * (logs - usual), self._usual)
+        return np.where(counted & ~np.isfinite(columns.amax), np.inf, rise)
 
 
 def octaves(value: float) -> str:

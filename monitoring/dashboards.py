@@ -71,7 +71,7 @@ def _sections() -> list[Section]:
                 _family("Headroom of the worst tensors, octaves", "headroom_octaves", 0, 12),
                 _family("Amax of the worst tensors", "amax", 12, 12, log_y=True),
                 MediaBrowser(
-                    title="Headroom by layer and step; BF16",
+                    title="Clamped values and rise of amax by layer and step; BF16",
                     media_keys=[metrics.HEAT_MAP],
                     num_columns=1,
                     layout=Layout(x=0, y=12, w=COLUMNS, h=12),
@@ -80,6 +80,7 @@ def _sections() -> list[Section]:
                     _lines(f"All tensors: {name.rpartition('/')[2]}", [name], 8 * i, 24, 8)
                     for i, name in enumerate(metrics.HISTOGRAMS)
                 ),
+                _lines("Amax most above its usual, octaves", [metrics.WORST_RISE], 0, 30, 8),
             ],
         ),
         ws.Section(

@@ -17,6 +17,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
+from monitoring.amax_trend import UsualAmax
 from monitoring.records import StepRecord
 from monitoring.report_layers import COLOURS, NO_CELL, LayerFacts, look_at
 
@@ -27,7 +28,7 @@ WORST = 12
 """Layers told of in words."""
 
 PALETTE = (
-    *("#7f1d1d", "#d55e00", "#f0b35a", "#e3e8ed", "#bcd3e0", "#8ab5cf", "#4f8fba"),
+    *("#7f1d1d", "#d55e00", "#f0b35a", "#4f8fba", "#8ab5cf", "#bcd3e0", "#e3e8ed"),
     *("#7b61c4", "#ffffff"),
 )
 """Colours of the report's heat map; then BF16, and nothing known."""
@@ -37,8 +38,8 @@ assert len(PALETTE) == NO_CELL + 1
 class HeatImage:
     """Cells of all layers, filled as steps come."""
 
-    def __init__(self, fp8_format: str) -> None:
-        self._format = fp8_format
+    def __init__(self) -> None:
+        self._usual = UsualAmax()
         self._names: dict[str, int] = {}
         self._cells = np.full((0, COLUMNS), NO_CELL, dtype=np.uint8)
         self._facts: dict[str, LayerFacts] = {}
@@ -46,11 +47,12 @@ class HeatImage:
         self._stride = 1
         self._last = 0
 
-    def add(self, record: StepRecord) -> None:
-        """Take in a step."""
-        seen = look_at(record, self._format)
+    def add(self, record: StepRecord) -> float | None:
+        """Take in a step; how far above its usual the amax of a layer is at most, in octaves, and
+        None where there are no statistics."""
+        seen = look_at(record, self._usual)
         if seen is None:
-            return
+            return None
         if self._first is None:
             self._first = record.step
         where = np.array([self._row(name) for name in seen.layers])
@@ -64,7 +66,8 @@ class HeatImage:
         self._cells[where, column] = np.minimum(self._cells[where, column], seen.colours)
         self._last = max(self._last, record.step)
         for i, name in enumerate(seen.layers):
-            self._facts[name].add(record.step, float(seen.clamped[i]), float(seen.headroom[i]))
+            self._facts[name].add(record.step, float(seen.clamped[i]), float(seen.rise[i]))
+        return float(seen.rise.max())
 
     def html(self) -> str:
         """The page; empty before there is a cell."""
@@ -83,7 +86,7 @@ class HeatImage:
             f'<b style="background:{PALETTE[i]}"></b>{word} '
             for i, word in enumerate((*COLOURS, "in BF16"))
         )
-        told = f"FP8 headroom of {len(names)} layers, steps {self._first} to {self._last}"
+        told = f"FP8 range of {len(names)} layers, steps {self._first} to {self._last}"
         return (
             "<!doctype html><meta charset=utf-8><style>body{font:12px system-ui,sans-serif}"
             ".map{display:flex}.map i{display:block;overflow:hidden;line-height:1;"
@@ -105,9 +108,10 @@ class HeatImage:
         return row
 
     def _worst(self) -> str:
-        ranked = sorted(self._facts.items(), key=lambda f: (-f[1].clamped_pct, f[1].headroom))
+        ranked = sorted(self._facts.items(), key=lambda f: (-f[1].clamped_pct, -f[1].rise))
         return "".join(
-            f"<li>{escape(name)}: clamped {facts.clamped_text}, headroom {facts.headroom_text}"
+            f"<li>{escape(name)}: clamped {facts.clamped_text}, amax above its usual "
+            f"{facts.rise_text}"
             for name, facts in ranked[:WORST]
         )
 

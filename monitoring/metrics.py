@@ -31,6 +31,9 @@ COMM = "comm/"
 """Before the names of ``monitoring.exchange``, as ``comm/bytes``."""
 
 WORST_HEADROOM = "fp8/worst/headroom_octaves"
+WORST_RISE = "fp8/worst/amax_rise_octaves"
+"""How far above its usual the amax is that is furthest: what comes before trouble, where headroom
+under a scale that follows amax is next to none in every healthy step."""
 WORST_SATURATED = "fp8/worst/overflows_pct"
 WORST_UNDERFLOW = "fp8/worst/underflows_pct"
 WORST_SQNR = "fp8/worst/sqnr_db"

@@ -181,17 +181,18 @@ def _range(story: Story) -> str:
     )
     keys += _key('<rect class="hatched" width="22" height="12" rx="2"/>', "in BF16")
     facts = story.layers.facts
-    shown = sorted(facts.items(), key=lambda f: (-f[1].clamped_pct, f[1].headroom))[:TABLE_LAYERS]
+    shown = sorted(facts.items(), key=lambda f: (-f[1].clamped_pct, -f[1].rise))[:TABLE_LAYERS]
     head = "".join(
-        f"<th>{w}</th>" for w in ("layer", "most clamped", "least headroom", "colours of its steps")
+        f"<th>{w}</th>"
+        for w in ("layer", "most clamped", "amax above its usual", "colours of its steps")
     )
     rows = "".join(_layer_row(name, own, story.layers.cells[name]) for name, own in shown)
     hidden = len(facts) - MOST_LAYERS
     more = f"; {hidden} calmer layers are not shown" if hidden > 0 else ""
     return (
-        "<section><h2>FP8 headroom by layer and step</h2>"
+        "<section><h2>FP8 range by layer and step</h2>"
         '<p class="sub">share of values clamped to the FP8 maximum, and where there is next '
-        "to none the octaves left below it; worst operand, trouble of undone steps "
+        "to none how far amax is above its usual; worst operand, trouble of undone steps "
         f'included{more}</p>{_both(precision_chart, story)}<div class="legend">{keys}</div>'
         f"{_table('In words, the worst layers first', head, rows)}</section>"
     )
@@ -204,7 +205,7 @@ def _layer_row(name: str, facts: LayerFacts, cells: Mapping[int, int]) -> str:
     )
     return (
         f"<tr><td><code>{escape(name)}</code></td><td>{facts.clamped_text}</td>"
-        f"<td>{facts.headroom_text}</td>"
+        f"<td>{facts.rise_text}</td>"
         f"<td>{told or '–'}</td></tr>"
     )
 

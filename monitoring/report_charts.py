@@ -1,4 +1,4 @@
-"""The report's charts of one job: loss, gradient norm, headroom, layers in BF16, a picture.
+"""The report's charts of one job: loss, gradient norm, FP8 range, layers in BF16, a picture.
 
 Promises: pure; each takes a ``Story`` (a view, read once) and a width in pixels, and gives
 SVG. Abandoned steps are drawn paler and dashed beside those that were kept.
@@ -62,8 +62,7 @@ class Story:
             ):
                 stretches.append([])
             stretches[-1].append(record)
-        fp8_format = str(view.section("fp8", "format") or "HYBRID")
-        layers = Layers.of(kept, abandoned, fp8_format)
+        layers = Layers.of(kept, abandoned)
         return cls(view, kept, stretches, episodes(view), bf16_stretches(kept), layers)
 
     @property
@@ -182,7 +181,7 @@ def _told(story: Story, value: str, what: str) -> str:
 
 
 def precision_chart(story: Story, width: float) -> str:
-    """Heat map layer × step: clamped values and headroom, BF16 stretches striped."""
+    """Heat map layer × step: clamped values and rise of amax, BF16 stretches striped."""
     rows = story.layers.worst(MOST_LAYERS)
     height = 8 + 15.0 * max(1, len(rows)) + 30
     left = min(16 + 6.6 * max((len(name) for name in rows), default=4), 0.42 * width)
@@ -190,7 +189,7 @@ def precision_chart(story: Story, width: float) -> str:
     hatched = {k: [(float(a), float(b)) for a, b in v] for k, v in story.bf16.items()}
     body = heat_map(frame, rows, story.layers.cells, hatched)
     label = (
-        f"Clamped values and FP8 headroom of {counted(len(rows), 'layer')} by step; in words below"
+        f"Clamped values and rise of amax of {counted(len(rows), 'layer')} by step; in words below"
     )
     return picture(width, height, label, body)
 

@@ -1,8 +1,12 @@
-"""The layers of a job through its steps: colours of the heat map, and the same in words. Pure."""
+"""The layers of a job through its steps: colours of the heat map, and the same in words. Pure.
+
+What is coloured is trouble, and what comes before it: values that were clamped, else an amax above
+what it usually is. The room below the format's maximum would say nothing: a scale that is made from
+amax leaves next to none in every healthy step.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,22 +14,23 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from monitoring.amax import are_of_layers, headrooms, split_name
+from monitoring.amax import are_of_layers, split_name
+from monitoring.amax_trend import UsualAmax, octaves
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorColumns
 
 CLAMPED_PCT = (10.0, 1.0, 0.1)
 """Percent of values clamped from which the first colours are taken."""
-HEADROOM_OCTAVES = (1.0, 2.0, 3.0)
-"""Headroom that parts the other colours."""
+RISE_OCTAVES = (2.0, 1.0, 0.5)
+"""Octaves that amax is above its usual from which the next colours are taken."""
 COLOURS = (
     "10 % clamped and more",
     "1 % and more",
     "0.1 % and more",
-    "next to none, headroom under 1 octave",
+    "amax 2 octaves above its usual and more",
     "1 to 2 octaves",
-    "2 to 3 octaves",
-    "over 3 octaves",
+    "0.5 to 1 octave",
+    "as usual",
 )
 """What the colours 0 to 6 mean."""
 BF16, NO_CELL = len(COLOURS), len(COLOURS) + 1
@@ -39,16 +44,16 @@ class LayerFacts:
     clamped_pct: float = 0.0
     clamped_step: int | None = None
     """None: nothing was clamped."""
-    headroom: float = math.inf
-    """Octaves."""
-    headroom_step: int | None = None
+    rise: float = 0.0
+    """Octaves above the usual amax."""
+    rise_step: int | None = None
 
-    def add(self, step: int, clamped_pct: float, headroom: float) -> None:
+    def add(self, step: int, clamped_pct: float, rise: float) -> None:
         """Take in a step in which the layer computed in FP8."""
         if clamped_pct > self.clamped_pct:
             self.clamped_pct, self.clamped_step = clamped_pct, step
-        if headroom < self.headroom:
-            self.headroom, self.headroom_step = headroom, step
+        if rise > self.rise:
+            self.rise, self.rise_step = rise, step
 
     @property
     def clamped_text(self) -> str:
@@ -57,10 +62,10 @@ class LayerFacts:
         return f"{self.clamped_pct:.2g} % in step {self.clamped_step:,}"
 
     @property
-    def headroom_text(self) -> str:
-        if self.headroom_step is None:
+    def rise_text(self) -> str:
+        if self.rise_step is None:
             return "–"
-        return f"{self.headroom:+.1f} octaves in step {self.headroom_step:,}"
+        return f"{octaves(self.rise)} octaves in step {self.rise_step:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,44 +77,43 @@ class LayersSeen:
     """0 the worst to 6, BF16, or NO_CELL where no operand is calibrated yet."""
     clamped: npt.NDArray[np.float64]
     """Percent; 0 where nothing counts."""
-    headroom: npt.NDArray[np.float64]
-    """Octaves; inf where nothing counts."""
+    rise: npt.NDArray[np.float64]
+    """Octaves above the usual amax; 0 where nothing counts."""
 
 
-def look_at(record: StepRecord, fp8_format: str) -> LayersSeen | None:
-    """What a step says of its layers; None where it has no statistics."""
+def look_at(record: StepRecord, usual: UsualAmax) -> LayersSeen | None:
+    """What a step says of its layers; None where it has no statistics. ``usual``: of the steps
+    before, one of which it then is."""
     columns = TensorColumns.of(record.tensors)
     if not columns.names:
         return None
     names, where = _layers_of(columns.names)
     away = are_of_layers(columns.names, tuple(record.high_precision_layers))
     counted = columns.calibrated & ~away
-    rooms = headrooms(columns, fp8_format)
+    rises = usual.rise(columns, counted)
     colours = np.full(len(names), NO_CELL, dtype=np.uint8)
     colours[where[away]] = BF16
-    np.minimum.at(colours, where[counted], colours_of(columns.saturated_pct, rooms)[counted])
+    np.minimum.at(colours, where[counted], colours_of(columns.saturated_pct, rises)[counted])
     clamped = np.zeros(len(names))
     np.maximum.at(clamped, where[counted], columns.saturated_pct[counted])
-    least = np.full(len(names), np.inf)
-    np.minimum.at(least, where[counted], rooms[counted])
-    return LayersSeen(names, colours, clamped, least)
+    most = np.zeros(len(names))
+    np.maximum.at(most, where[counted], rises[counted])
+    return LayersSeen(names, colours, clamped, most)
 
 
 class Layers:
     """Colours and facts of every layer, in the layers' own order."""
 
-    def __init__(self, fp8_format: str) -> None:
-        self._format = fp8_format
+    def __init__(self) -> None:
+        self._usual = UsualAmax()
         self.cells: dict[str, dict[int, int]] = {}
         """Layer → step → colour of its worst operand, 0 the worst to 6; none while in BF16."""
         self.facts: dict[str, LayerFacts] = {}
 
     @classmethod
-    def of(
-        cls, kept: Sequence[StepRecord], abandoned: Sequence[StepRecord], fp8_format: str
-    ) -> Layers:
+    def of(cls, kept: Sequence[StepRecord], abandoned: Sequence[StepRecord]) -> Layers:
         """Of abandoned steps only trouble is shown, for the kept ones stand in the same place."""
-        layers = cls(fp8_format)
+        layers = cls()
         for record in kept:
             layers.add(record, most=BF16 - 1)
         for record in abandoned:
@@ -118,7 +122,7 @@ class Layers:
 
     def add(self, record: StepRecord, most: int) -> None:
         """Take in a step; colours up to ``most`` are shown."""
-        seen = look_at(record, self._format)
+        seen = look_at(record, self._usual)
         if seen is None:
             return
         for i, name in enumerate(seen.layers):
@@ -127,28 +131,29 @@ class Layers:
             if colour <= most:
                 row[record.step] = min(colour, row.get(record.step, colour))
             facts = self.facts.setdefault(name, LayerFacts())
-            facts.add(record.step, float(seen.clamped[i]), float(seen.headroom[i]))
+            facts.add(record.step, float(seen.clamped[i]), float(seen.rise[i]))
 
     def worst(self, count: int) -> list[str]:
         """The ``count`` layers with the most trouble, in their own order."""
 
         def badness(name: str) -> list[int]:
             colours = list(self.cells[name].values())
-            return [-colours.count(c) for c in range(len(CLAMPED_PCT) + 1)]
+            return [-colours.count(c) for c in range(len(COLOURS) - 1)]
 
         shown = set(sorted(self.cells, key=badness)[:count])
         return [name for name in self.cells if name in shown]
 
 
 def colours_of(
-    clamped_pct: npt.NDArray[np.float64], headroom: npt.NDArray[np.float64]
+    clamped_pct: npt.NDArray[np.float64], rise: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.uint8]:
     """Colour of each tensor in one step, 0 the worst to 6.
 
-    Clamped values decide; headroom only where there are next to none. Delayed scaling leaves
-    a steady tensor no headroom by intent, so that little of it is no trouble by itself.
+    Clamped values decide; where there are next to none, how far amax rose above its usual.
     """
-    colours = len(CLAMPED_PCT) + np.searchsorted(HEADROOM_OCTAVES, headroom, side="right")
+    colours = np.full(rise.shape, len(COLOURS) - 1)
+    for colour, limit in reversed(list(enumerate(RISE_OCTAVES, len(CLAMPED_PCT)))):
+        colours = np.where(rise >= limit, colour, colours)
     for colour, limit in reversed(list(enumerate(CLAMPED_PCT))):
         colours = np.where(clamped_pct >= limit, colour, colours)
     return colours.astype(np.uint8)

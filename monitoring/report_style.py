@@ -6,12 +6,12 @@ shape or dash as well. Both follow the reader's light or dark mode.
 
 LIGHT = """--bg:#f6f7f9;--card:#fff;--ink:#1b2430;--soft:#5b6776;--line:#dfe4ea;--loss:#0072b2;
 --bad:#c2410c;--good:#00795a;--warn:#b45309;--ghost:#e08a3c;--stripe:#56b4e9;--stripeback:#e3f1fa;
---h0:#7f1d1d;--h1:#d55e00;--h2:#f0b35a;--h3:#e3e8ed;--h4:#bcd3e0;--h5:#8ab5cf;--h6:#4f8fba;
+--h0:#7f1d1d;--h1:#d55e00;--h2:#f0b35a;--h3:#4f8fba;--h4:#8ab5cf;--h5:#bcd3e0;--h6:#e3e8ed;
 --chip:#eef1f5"""
 
 DARK = """--bg:#0e131a;--card:#171e28;--ink:#e8edf3;--soft:#97a4b4;--line:#2a3441;--loss:#56b4e9;
 --bad:#ff8a4c;--good:#2fc79a;--warn:#f0b429;--ghost:#c9803f;--stripe:#56b4e9;--stripeback:#1b3345;
---h0:#ff6b4a;--h1:#d55e00;--h2:#a8752c;--h3:#2f3a47;--h4:#33506a;--h5:#336487;--h6:#2f7aa6;
+--h0:#ff6b4a;--h1:#d55e00;--h2:#a8752c;--h3:#2f7aa6;--h4:#336487;--h5:#33506a;--h6:#2f3a47;
 --chip:#202a36"""
 
 CHART = """

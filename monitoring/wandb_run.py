@@ -15,6 +15,7 @@ the environment and in ``.netrc``, without a network call, and is offline withou
 from __future__ import annotations
 
 import logging
+import math
 import netrc
 import os
 import queue
@@ -119,7 +120,7 @@ class WandbRun:
         self._fp8_format = str((spec.get("fp8") or {}).get("format", "HYBRID"))
         self._rank_peak: float | None = spec.get(RANK_PEAK)
         self._ranks = int((spec.get("topology") or {}).get("ranks") or 0)
-        self._heat = HeatImage(self._fp8_format)
+        self._heat = HeatImage()
         self._heat_due = HEAT_MAP_EVERY
         self._notes: list[str] = []
         self._marks: OrderedDict[int, tuple[int, int]] = OrderedDict()
@@ -286,12 +287,14 @@ class WandbRun:
         self._tally.add_step(record)
         self._step = record.step
         self._mark(record)
-        self._heat.add(record)
+        rise = self._heat.add(record)
         peak = self._rank_peak * self._ranks if self._rank_peak else None
         values: dict[str, Any] = {
             **metrics.step_metrics(record, WORST_TENSORS, self._fp8_format, peak)
         }
         values |= metrics.tally_metrics(self._tally)
+        if rise is not None and math.isfinite(rise):
+            values[metrics.WORST_RISE] = rise
         if record.step % HISTOGRAMS_EVERY == 0:
             values |= self._histograms(record)
         self._heat_due -= 1

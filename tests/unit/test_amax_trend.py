@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from monitoring.amax_trend import growth, octaves
+from monitoring.amax_trend import HALF_LIFE, UsualAmax, growth, octaves
 from monitoring.records import StepRecord
-from monitoring.tensor_stats import TensorStats
+from monitoring.tensor_stats import TensorColumns, TensorStats
 from tests.unit.monitoring_traces import healthy_trace
 
 
@@ -39,6 +40,26 @@ def test_an_amax_that_is_none_does_not_count(amax: float) -> None:
     told = growth([record(1, amax), record(2, 1.0)])
     assert told is not None and math.isnan(told.octaves[0])
     assert growth([record(1, 1.0, calibrated=False), record(2, 1.0)]) is not None
+
+
+def test_what_is_usual_follows_slowly_and_outlives_a_change_of_names() -> None:
+    usual = UsualAmax()
+
+    def rise(amax: float, *, counted: bool = True, name: str = "a/input") -> float:
+        columns = TensorColumns.of(record(0, amax, name=name).tensors)
+        return float(usual.rise(columns, np.array([counted]))[0])
+
+    assert rise(4.0, counted=False) == 0.0, "as in BF16"
+    assert rise(1.0) == 0.0, "the first is what is usual"
+    assert rise(4.0) == pytest.approx(2.0)
+    assert 1.9 < rise(4.0) < 2.0
+    for _ in range(HALF_LIFE):
+        rise(4.0)
+    assert rise(4.0) == pytest.approx(1.0, abs=0.03)
+    assert rise(4.0, name="b/input") == 0.0
+    assert rise(math.inf, name="b/input") == math.inf
+    assert rise(0.0, name="b/input") == 0.0
+    assert rise(4.0, name="b/input") == 0.0
 
 
 def test_no_zero_has_a_minus() -> None:

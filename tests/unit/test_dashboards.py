@@ -17,6 +17,7 @@ import pytest
 
 from monitoring import metrics
 from monitoring.dashboards import workspace, workspace_json
+from monitoring.heat_image import HeatImage
 from monitoring.summary import Tally
 from orchestrator.cli import main as cli
 from orchestrator.home.folder import Home
@@ -37,6 +38,8 @@ def logged() -> set[str]:
     names = metrics.step_metrics(replace(record, comm=comm), 8, "HYBRID", 1e6)
     totals = Tally(recover_times_s=[1.0])
     totals.add_step(record)
+    assert HeatImage().add(record) is not None
+    names |= {metrics.WORST_RISE: 0.0}
     return {*names, *metrics.tally_metrics(totals), *metrics.histograms(record, "HYBRID")}
 
 

@@ -31,7 +31,7 @@ def colour(number: int) -> list[int]:
 
 def test_cells_have_the_colours_of_the_report() -> None:
     view = recovered_view()
-    heat = HeatImage("HYBRID")
+    heat = HeatImage()
     for record in view.steps:
         heat.add(record)
     page = heat.html()
@@ -40,15 +40,15 @@ def test_cells_have_the_colours_of_the_report() -> None:
     fallen = list(view.steps[0].tensors).index(f"{FALLEN[0]}/input") // 3
     assert cells[fallen, 45].tolist() == colour(0), "steps 90 and 91 were clamped"
     assert cells[fallen, 60].tolist() == colour(7), "steps 120 and 121 were in BF16"
-    assert cells[fallen, 100].tolist() == cells[0, 20].tolist() == colour(3)
-    assert "FP8 headroom of 16 layers, steps 0 to 239; a column is 2 steps" in page
+    assert cells[fallen, 100].tolist() == cells[0, 20].tolist() == colour(6)
+    assert "FP8 range of 16 layers, steps 0 to 239; a column is 2 steps" in page
     assert f"<li>{FALLEN[0]}: clamped 88 % in step 9" in page
 
 
 def test_a_page_is_bounded_whatever_a_long_run_of_many_layers_does() -> None:
     rng = np.random.default_rng(0)
     names = tuple(f"layers.{i}.mlp.down/input" for i in range(1000))
-    heat = HeatImage("HYBRID")
+    heat = HeatImage()
     base = healthy_trace(1, layers=())[0]
     for step in range(0, 60_000, 211):
         columns = TensorColumns(
@@ -70,7 +70,7 @@ def test_a_page_is_bounded_whatever_a_long_run_of_many_layers_does() -> None:
 
 def test_names_are_escaped_and_nothing_outside_is_needed() -> None:
     record = healthy_trace(2, layers=("<script>alert(1)</script>",))[1]
-    heat = HeatImage("HYBRID")
+    heat = HeatImage()
     assert heat.html() == ""
     heat.add(record)
     assert "<script" not in heat.html() and "http" not in heat.html()

@@ -15,7 +15,7 @@ from monitoring.charts import Frame, badges, log_ticks, short, thinned, ticks
 from monitoring.job_view import JobView
 from monitoring.report import recovery_picture, render_report
 from monitoring.report_charts import Story, loss_chart
-from monitoring.report_layers import colours_of
+from monitoring.report_layers import Layers, colours_of
 from monitoring.report_lead import lead
 from monitoring.summary import summarize
 from tests.unit.monitoring_traces import FALLEN, eventful_view, healthy_trace, recovered_view
@@ -253,13 +253,29 @@ class TestCharts:
         assert row[90] == row[92] == 0
         assert 89 not in row
         assert 120 not in row
-        assert row[160] == row[79] == 3
+        assert row[160] == row[79] == 6
         assert 0 not in cells["layers.3.mlp.down"].values()
 
     def test_colours_go_by_clamped_values_first(self):
-        clamped, rooms = np.array([20.0, 2.0, 0.2, 0.0]), np.array([-1.0, 1.5, 2.5, 9.0])
-        assert colours_of(clamped, np.full(4, 0.2)).tolist() == [0, 1, 2, 3]
-        assert colours_of(np.zeros(4), rooms).tolist() == [3, 4, 5, 6]
+        clamped, rises = np.array([20.0, 2.0, 0.2, 0.0]), np.array([9.0, 1.5, 0.5, -3.0])
+        assert colours_of(clamped, np.full(4, 0.2)).tolist() == [0, 1, 2, 6]
+        assert colours_of(np.zeros(4), rises).tolist() == [3, 4, 5, 6]
+
+    def test_a_layer_whose_amax_rises_is_seen_though_its_scale_follows_it(self):
+        steps = []
+        for record in healthy_trace(120):
+            name, up = "layers.1.mlp.down/input", 2 ** (max(0, record.step - 60) / 20)
+            old = record.tensors[name]
+            grown = dataclasses.replace(old, amax=old.amax * up, scale=old.scale / up)
+            tensors = {**record.tensors, name: grown}
+            steps.append(dataclasses.replace(record, tensors=tensors))
+        layers = Layers.of(steps, [])
+        assert set(layers.cells["layers.0.mlp.down"].values()) <= {5, 6}
+        own = layers.cells["layers.1.mlp.down"]
+        assert own[50] == 6 and own[85] == 4 and own[119] == 3
+        assert layers.worst(1) == ["layers.1.mlp.down"]
+        facts = layers.facts["layers.1.mlp.down"]
+        assert re.fullmatch(r"\+[2-3]\.\d octaves in step 11\d", facts.rise_text)
 
     def test_the_picture_stands_alone(self):
         picture = ElementTree.fromstring(recovery_picture(VIEW))

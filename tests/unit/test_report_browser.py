@@ -135,7 +135,7 @@ def test_all_that_a_reader_looks_for_is_there(told: dict[str, Any], frame: str) 
     text = told[frame]["text"]
     for word in (
         *("Loss", "What happened", "Where the time went", "Gradient norm", "Precision map"),
-        *("FP8 headroom by layer and step", "Environment", "Configuration", "Summary"),
+        *("FP8 range by layer and step", "Environment", "Configuration", "Summary"),
         *("productive", "lost", "recovering", "waiting", "wall time", "in the queue"),
         *("Rank died", "FP8 saturation and amax surge and loss spike", "torch", "2.13.0"),
     ):
@@ -177,7 +177,7 @@ def test_the_picture_has_the_colours_where_they_belong(
         assert near(area("Loss"), orange) > 0.0002, "undone steps"
         assert near(area("Where the time went"), blue) > 0.02, "productive time"
         assert near(area("Where the time went"), red) > 0.001, "recovering"
-        assert near(area("FP8 headroom by layer and step"), dark_red) > 0.0002, "clamped"
+        assert near(area("FP8 range by layer and step"), dark_red) > 0.0002, "clamped"
         assert near(area("Gradient norm"), dark_red) < 0.00005
         assert near(area("Precision map"), stripe) > 0.001, "BF16"
         assert near(area("Gradient norm"), (255, 255, 255)) > 0.5
