@@ -22,7 +22,7 @@ from typing import Any
 
 from monitoring.prometheus import Numbers
 from orchestrator.controller.lost_supervisor import supervisor_lost
-from orchestrator.controller.preemption import Preemption, ticket_of
+from orchestrator.controller.preemption import Preemption
 from orchestrator.controller.supervisors import LastWords, Presence, Supervisors
 from orchestrator.controller.webhooks import check_webhook
 from orchestrator.events import EventDraft
@@ -308,8 +308,8 @@ class Controller:
             return False
         self._admitted = None
         first = turns(
-            map(ticket_of, queued),
-            map(ticket_of, holding),
+            (row.ticket for row in queued),
+            (row.ticket for row in holding),
             self.store.served_at() if queued else {},
         )
         rows = {row.id: row for row in queued}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.desk import NodeDesk, Sight
-from orchestrator.placement.fair_queue import Ticket, victims
+from orchestrator.placement.fair_queue import victims
 from orchestrator.recovery.controls import Control, in_vain
 from orchestrator.store.controls import UnknownControlError
 from orchestrator.store.database import Store
@@ -21,20 +21,6 @@ THE_QUEUE = "the queue"
 """Who asks, in the records."""
 GROW_AFTER_S = 60.0
 """Seconds that an attempt on fewer nodes than the job wants is left in peace."""
-
-
-def ticket_of(row: JobRow) -> Ticket:
-    """A job as the queue sees it."""
-    need = row.asks.need
-    holds = bool(row.nodes)
-    return Ticket(
-        job=row.id,
-        user=row.submitted_by,
-        priority=row.priority,
-        since=(row.granted_at or row.submitted_at) if holds else row.submitted_at,
-        slots=sum(seat.slots for seat in row.nodes) if holds else need.nodes * need.slots,
-        preemptible=row.asks.preemptible,
-    )
 
 
 class Preemption:
@@ -69,8 +55,8 @@ class Preemption:
             for other in spared:
                 self._desk.give_up_spares(other, row.id, sight.now)
             return f"takes the spares of {', '.join(r.id for r in spared)}"
-        staying = [ticket_of(r) for r in holding if r.id not in going and not self._refused(row, r)]
-        chosen = victims(ticket_of(row), staying, fits_without)
+        staying = [r.ticket for r in holding if r.id not in going and not self._refused(row, r)]
+        chosen = victims(row.ticket, staying, fits_without)
         for ticket in chosen:
             self._ask(row, rows[ticket.job], sight.now)
         if not chosen:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState, TransitionRefused
@@ -57,7 +58,7 @@ GIVEN_UP_S = 10.0
 """Seconds for which a job that gave up its spares looks for no others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sight:
     """Nodes and quarantines at one time."""
 
@@ -66,6 +67,11 @@ class Sight:
     now: float
     _fits: dict[tuple[str, Asks], Fit] = field(default_factory=dict, compare=False, repr=False)
     """Answers: a queue of thousands asks for few different things."""
+
+    @cached_property
+    def _unfit(self) -> frozenset[str]:
+        """Jobs that some node is left out for alone."""
+        return frozenset(entry.job for entry in self.quarantines if entry.kind == "unfit")
 
     def told(self) -> object:
         """All that it says, whenever it was looked at."""
@@ -78,8 +84,7 @@ class Sight:
 
     def fit(self, row: JobRow) -> Fit:
         """Whether a queued job can be given its nodes, now and ever."""
-        alone = any(q.job == row.id and q.kind == "unfit" for q in self.quarantines)
-        key = (row.id if alone else "", row.asks)
+        key = (row.id if row.id in self._unfit else "", row.asks)
         known = self._fits.get(key)
         if known is None:
             asks, barred = row.asks, self.barred(row.id)

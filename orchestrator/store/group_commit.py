@@ -56,7 +56,7 @@ class GroupCommit:
                 self._all(calls)
         if mine.error is not None:
             raise mine.error
-        return mine.result  # type: ignore[no-any-return]
+        return mine.result
 
     def _all(self, calls: list[_Call]) -> None:
         try:

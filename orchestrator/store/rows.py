@@ -19,6 +19,7 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.asks import Asks, asks_of
+from orchestrator.placement.fair_queue import Ticket
 from orchestrator.protocol import StepContext, SupervisorBatch
 from orchestrator.recovery.controls import answered
 from orchestrator.spec.job import JobSpec
@@ -104,6 +105,20 @@ class JobRow:
     def asks(self) -> Asks:
         """What the spec asks of the queue; worked out once."""
         return asks_of(self.spec)
+
+    @functools.cached_property
+    def ticket(self) -> Ticket:
+        """The job as the queue sees it."""
+        need = self.asks.need
+        holds = bool(self.nodes)
+        return Ticket(
+            job=self.id,
+            user=self.submitted_by,
+            priority=self.priority,
+            since=(self.granted_at or self.submitted_at) if holds else self.submitted_at,
+            slots=sum(seat.slots for seat in self.nodes) if holds else need.nodes * need.slots,
+            preemptible=self.asks.preemptible,
+        )
 
     def take_over(self, before: JobRow) -> None:
         """Use what was worked out of the same spec, from the row as it was read before."""

@@ -82,6 +82,8 @@ jobs = Table(
     Index("ix_jobs_submitted", "submitted_at", "id"),
     Index("ix_jobs_by_submitted", "submitted_by", "submitted_at", "id"),
     Index("ix_jobs_state_submitted", "state", "submitted_at", "id"),
+    # When each user was given nodes last.
+    Index("ix_jobs_by_granted", "submitted_by", "granted_at"),
 )
 
 detector_states = Table(

@@ -503,8 +503,8 @@ def test_an_older_store_gets_what_it_lacks(tmp_path: Path, plane: ControlPlane) 
     engine = sa.create_engine(url)
     with engine.begin() as db:
         db.execute(sa.text("DROP TABLE quarantines"))
-        db.execute(sa.text("DROP INDEX ix_jobs_by_submitted"))
-        db.execute(sa.text("DROP INDEX ix_jobs_submitted"))
+        for index in ("submitted", "by_submitted", "by_granted"):
+            db.execute(sa.text(f"DROP INDEX ix_jobs_{index}"))
         for column in ("submitted_by", "granted_at"):
             db.execute(sa.text(f"ALTER TABLE jobs DROP COLUMN {column}"))
     store.close()
@@ -514,7 +514,7 @@ def test_an_older_store_gets_what_it_lacks(tmp_path: Path, plane: ControlPlane) 
     assert again.job("a-1").submitted_by == "ann"
     assert again.nodes.quarantines() == []
     indexes = {found["name"] for found in sa.inspect(engine).get_indexes("jobs")}
-    assert {"ix_jobs_by_submitted", "ix_jobs_submitted"} <= indexes
+    assert {"ix_jobs_by_submitted", "ix_jobs_submitted", "ix_jobs_by_granted"} <= indexes
 
 
 def test_a_node_is_named_by_address_and_the_beginning_of_its_id(plane: ControlPlane) -> None:
