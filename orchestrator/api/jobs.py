@@ -176,6 +176,7 @@ def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
             **job_json(row, controller.reason_of(row)),
             **_backend(store, row),
             RANK_PEAK: rank_peak_tokens_per_s(row.spec),
+            "checkpoint_step": _checkpoint_step(store, row.id),
             "attempts": store.attempts(row.id),
             "spec": spec_data(row.spec),
         }
@@ -255,6 +256,11 @@ def _add_growing(app: FastAPI, store: Store, found: Found, bell: Bell) -> None:
         if not tensors:
             shown["steps"] = [{**step, "tensors": {}} for step in shown["steps"]]
         return shown
+
+
+def _checkpoint_step(store: Store, job: str) -> int | None:
+    written = store.newest_event(job, ("checkpoint_written",))
+    return None if written is None else int(written["detail"]["step"])
 
 
 def _backend(store: Store, row: JobRow) -> dict[str, str]:

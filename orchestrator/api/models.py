@@ -209,6 +209,7 @@ class JobDetail(Job):
             "backend_reason": "no CUDA device",
             "backend_warning": "",
             "rank_peak_tokens_per_s": 20400.0,
+            "checkpoint_step": 100,
             "attempts": [_ATTEMPT],
             "spec": {"name": "toy", "slots_per_node": 4},
         }
@@ -219,6 +220,9 @@ class JobDetail(Job):
     backend_warning: str
     rank_peak_tokens_per_s: float | None = Field(
         description="Of one rank at an MFU of 100 %; null without `resources.device`."
+    )
+    checkpoint_step: int | None = Field(
+        description="Of the checkpoint that was written last; null: none was."
     )
     attempts: list[Attempt]
     spec: dict[str, Any] = Field(description="The job file, completed.")

@@ -132,6 +132,7 @@ def print_job(job: Mapping[str, Any]) -> None:
         "state": job["state"],
         "reason": job["reason"],
         "step": progress(job),
+        "checkpoint": _checkpoint(job),
         "loss": "" if job["loss"] is None else f"{job['loss']:.4f}",
         "attempt": job["attempt"] or "",
         "timeline": job["timeline"] or "",
@@ -152,6 +153,15 @@ def print_job(job: Mapping[str, Any]) -> None:
     for name, value in rows.items():
         if value not in ("", None):
             print(f"{name:<10} {plain(str(value))}")
+
+
+def _checkpoint(job: Mapping[str, Any]) -> str:
+    """What is on disk: a job that stands still goes on from there."""
+    step = job.get("checkpoint_step")
+    if step is not None:
+        return f"of step {step}"
+    at_rest = job["state"] in ("paused", "failed", "cancelled") and job["step"] >= 0
+    return "none: resumed, it would begin again" if at_rest else ""
 
 
 class EventLines:

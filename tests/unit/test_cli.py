@@ -92,6 +92,22 @@ def test_following_commands_end_with_the_code_of_the_jobs_state(
     assert "step     1  loss 4.9000" in told
 
 
+def test_the_status_says_what_a_job_that_stands_still_would_go_on_from(
+    home: Home, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    paused = (JobState.PAUSED, Cause.BUDGET_SPENT)
+    plane.controller.report(job, 1, SupervisorBatch(1, steps=(step(0),), transition=paused))
+    assert call(["status", job]) == 101
+    assert "checkpoint none: resumed, it would begin again" in capsys.readouterr().out
+    plane.store.note(job, EventDraft("checkpoint_written", 5.0, "written", {"step": 1}))
+    assert call(["status", job]) == 101
+    assert "checkpoint of step 1\n" in capsys.readouterr().out
+    assert call(["status", job, "-o", "json"]) == 101
+    assert json.loads(capsys.readouterr().out)["checkpoint_step"] == 1
+
+
 def test_a_log_that_is_not_there_is_not_found_and_one_that_is_is_printed(
     home: Home, plane: ControlPlane, capsys: pytest.CaptureFixture[str]
 ) -> None:
