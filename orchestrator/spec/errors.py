@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+
+from monitoring.secrets import secrets_of, without
 
 KeyPath = tuple[str | int, ...]
 """Where a value stands: mapping keys and list indices from the top of the file."""
@@ -91,7 +94,9 @@ class Source:
         line = next(
             (self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None
         )
-        return Problem(self.file, dotted(path), shown, finding.message, finding.remedy, line)
+        # What a factory raised may quote the environment of the controller that tried it.
+        message = without(finding.message, secrets_of(os.environ))
+        return Problem(self.file, dotted(path), shown, message, finding.remedy, line)
 
 
 def dotted(path: KeyPath) -> str:

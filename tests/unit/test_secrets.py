@@ -6,6 +6,7 @@ import pytest
 
 from launch.worker import failure_of
 from monitoring.secrets import MASK, masked, secrets_of, without
+from orchestrator.spec.errors import Finding, Source
 from tests.unit.scripted_job import Make
 
 
@@ -91,3 +92,12 @@ def test_no_event_incident_or_action_of_a_job_has_a_secret(
     told = job.settled()
     assert MASK in told.actions[0].incidents[0].message
     assert "planted-value" not in repr((told.actions, told.events))
+
+
+def test_a_problem_of_a_job_file_does_not_quote_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "planted-value")
+    told = "importing mine raised RuntimeError: bad token planted-value"
+    problem = Source("job.yaml", {}, {}).problem(Finding(("model", "factory"), told))
+    assert MASK in problem.message and "planted" not in str(problem)
