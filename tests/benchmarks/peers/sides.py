@@ -109,6 +109,20 @@ def _torchrun(name: str, how: str, options: tuple[str, ...]) -> Callable[[Enviro
     return of
 
 
+def _deepspeed(own: Environment) -> Side:
+    @contextlib.contextmanager
+    def start(job: JobSpec, folder: Path, mark: str) -> Iterator[Running]:
+        command = [
+            *(own.command("deepspeed"), "--num_gpus", str(job.slots_per_node)),
+            *("--master_port", str(free_port()), "--no_local_rank"),
+            *(str(SCRIPTS / "torchrun_train.py"), str(_written(job, folder))),
+            *("--saved", str(folder / "saved"), "--every", str(SAVE_EVERY)),
+        ]
+        yield Programs((_program(command, folder, mark, {"DS_ACCELERATOR": "cpu"}),))
+
+    return Side("deepspeed", "its launcher, which starts nothing again", start)
+
+
 def _ray_train(own: Environment) -> Side:
     @contextlib.contextmanager
     def start(job: JobSpec, folder: Path, mark: str) -> Iterator[Running]:
@@ -202,6 +216,7 @@ SIDES: Mapping[str, tuple[str | None, Callable[[Environment], Side]]] = {
             "torchrun_fresh", "the same, a fresh store and a minute a restart", ("--fresh-store",)
         ),
     ),
+    "deepspeed": (None, _deepspeed),
     "ray_train": ("ray_train", _ray_train),
     "torchft": (
         "torchft",
