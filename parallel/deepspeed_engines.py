@@ -7,7 +7,9 @@ Written against DeepSpeed 0.19.8. What is overridden, and why there:
   already copied all groups into one tensor and would copy the result back.
   (``_exec_reduce_grads`` can't be overridden: the pipeline's table of instructions holds the
   functions themselves.)
-- ``_INSTRUCTION_MAP`` has the instructions whose time is this rank's own, and not a wait.
+- ``_INSTRUCTION_MAP`` has the instructions whose time is this rank's own, and not a wait. The last
+  stage's backward pass lets go of its logits there: DeepSpeed keeps those of two micro-batches,
+  and nobody reads them any more.
 - ``_take_model_step`` is where both engines run the optimizer.
 - ``_do_optimizer_sanity_check`` refuses BF16 weights with FP32 accumulation under ZeRO 0. The
   optimizer that it would choose for ZeRO 1, BF16_Optimizer, partitions over a process group:
@@ -116,12 +118,21 @@ def _counted(instruction: Callable[..., None]) -> Callable[..., None]:
     return counted
 
 
+def _backward(self: HookedPipelineEngine, buffer_id: int) -> None:
+    """DeepSpeed's backward pass, which clears the buffer on all stages but the last."""
+    if self.is_last_stage():
+        self.pipe_buffers["outputs"][buffer_id] = None
+    PipelineEngine._exec_backward_pass(self, buffer_id)
+
+
 class HookedPipelineEngine(_StepHooksMixin, PipelineEngine):
     """DeepSpeed's pipeline engine with Octavo's hooks."""
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         kind: _counted(instruction) if kind in _OWN_WORK else instruction
-        for kind, instruction in PipelineEngine._INSTRUCTION_MAP.items()
+        for kind, instruction in (
+            PipelineEngine._INSTRUCTION_MAP | {schedule.BackwardPass: _backward}
+        ).items()
     }
 
 

@@ -164,6 +164,7 @@ class Engine:
                 with self.scope.micro_batch():
                     output = engine(tokens.to(engine.device, non_blocking=True))
                 loss = self._plan.loss(output, targets.to(engine.device, non_blocking=True))
+                del output  # the backward doesn't need the logits, and they are large
                 engine.backward(loss)
             engine.step()
             total += loss.detach()

@@ -62,6 +62,7 @@ def train(world_size: int, degrees: dict[str, int], **options: Any) -> dict[str,
         "tied": {n: t for n, t in end.items() if n.startswith(("tied.", "exchange.tied."))},
         "at": engine.coordinate,
         "numel": sum(view.numel() for group in engine._groups for view in group.views),
+        "outputs left": sum(left is not None for left in engine._engine.pipe_buffers["outputs"]),
     }
 
 
@@ -116,6 +117,11 @@ class TestTiedEmbeddings:
         for rank in layouts[layout]:
             assert rank[run]["replayed"] == rank[run]["losses"][STEPS // 2 :]
             assert rank[run]["same end"]
+
+    def test_leave_no_logits_in_memory_behind_a_step(
+        self, layouts: dict[str, Ranks], layout: str, run: str
+    ) -> None:
+        assert [rank[run]["outputs left"] for rank in layouts[layout]] == [0] * len(layouts[layout])
 
     def test_count_once_in_the_gradient_norm(
         self, layouts: dict[str, Ranks], layout: str, run: str
