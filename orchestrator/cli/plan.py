@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrator.cli.installed import loaded
 from orchestrator.cli.options import OutputOption
 from orchestrator.cli.show import USAGE, CommandError, Output, print_json
 
 if TYPE_CHECKING:
+    from orchestrator.planning.cluster import Cluster, ClusterGroup
     from orchestrator.planning.estimate import Estimate
     from orchestrator.planning.fitting import Remedy
     from orchestrator.planning.intervals import Advice
     from orchestrator.planning.search import Choice
+    from orchestrator.spec.errors import Finding, Source
     from orchestrator.spec.job import JobSpec
+
+DEAREST = 1e6
+"""Price of a device-hour at most: beyond it a sum would not be a number any more."""
+CLUSTERS = "octavo.clusters"
+"""Entry point group of what reads a cluster's profile."""
 
 
 def register(app: typer.Typer) -> None:
@@ -39,8 +47,19 @@ def plan(
     ] = "",
     network: Annotated[str, typer.Option(help="What joins the nodes: ib400, eth25, …")] = "",
     price: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a device an hour, in any currency.")
+        float | None, typer.Option(help="Of a device an hour, in any currency.")
     ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster",
+            metavar="CLUSTER",
+            help="A cluster profile (YAML): its devices, network, memory, nodes and prices.",
+        ),
+    ] = None,
+    group: Annotated[
+        str, typer.Option("--group", help="Of its node groups [default: the one that fits].")
+    ] = "",
     presets: Annotated[bool, typer.Option("--presets", help="List known model shapes.")] = False,
     output: OutputOption = Output.table,
 ) -> None:
@@ -50,7 +69,12 @@ def plan(
     elif spec is None:
         raise CommandError("plan needs a job file", "octavo plan job.yaml, or --presets", USAGE)
     else:
-        show_plan(spec, output, Asked(device, network, price))
+        if price is not None and not 0 <= price <= DEAREST:
+            told = f"--price: {price:g} is no price of a device-hour"
+            raise CommandError(told, f"from 0 to {DEAREST:,.0f}", USAGE)
+        if group and cluster is None:
+            raise CommandError("--group is one of a cluster's", "give --cluster too", USAGE)
+        show_plan(spec, output, Asked(device, network, price, cluster, group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +84,19 @@ class Asked:
     device: str = ""
     network: str = ""
     price: float | None = None
+    cluster: Path | None = None
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OnCluster:
+    """What a plan took from a cluster profile."""
+
+    cluster: Cluster
+    group: ClusterGroup
+    given: Sequence[str]
+    """Keys that the job file leaves out and the cluster gave."""
+    misfits: Sequence[Finding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +117,7 @@ class Plan:
     tried: list[Choice] = field(default_factory=list)
     intervals: Advice | None = None
     """Of snapshots and checkpoints."""
+    on: OnCluster | None = None
 
 
 def show_plan(file: Path, output: Output, asked: Asked = Asked()) -> None:
@@ -112,8 +150,11 @@ def show_presets(output: Output) -> None:
 
 def make_plan(file: Path, asked: Asked) -> Plan:
     """Check a job file as `submit` would, and work out all that is told of it."""
+    from dataclasses import replace
+
     from orchestrator.api.client import URL_VARIABLE
     from orchestrator.planning.automatic import fixed_keys, is_auto
+    from orchestrator.planning.cluster import check_group, with_cluster
     from orchestrator.planning.defaults import default_reasons
     from orchestrator.planning.estimate import Hardware, estimate
     from orchestrator.planning.fitting import remedies
@@ -125,36 +166,76 @@ def make_plan(file: Path, asked: Asked) -> Plan:
     from orchestrator.spec.storage import check_storage
     from orchestrator.spec.trial import check_factory_model
 
-    source = _with_hardware(read_source(file), asked)
-    checked = spec_of(source, base=Path.cwd())
-    # A controller elsewhere has folders of its own.
-    if checked.checkpoint.storage_path is not None and URL_VARIABLE not in os.environ:
-        check_storage(checked.checkpoint.storage_path, str(file))
-    if URL_VARIABLE not in os.environ:
+    written = read_source(file)
+    source, given = written, list[str]()
+    found_on = _cluster(written, asked)
+    if found_on is not None:
+        source, given = with_cluster(written, *found_on)
+    source = _with_hardware(source, asked)
+    # Of a cluster, and of a controller elsewhere, folders are not this machine's.
+    checked = spec_of(source, base=Path.cwd(), check_data=asked.cluster is None)
+    if URL_VARIABLE not in os.environ and asked.cluster is None:
+        if checked.checkpoint.storage_path is not None:
+            check_storage(checked.checkpoint.storage_path, str(file))
         check_resume_from(checked, str(file))
     check_factory_model(checked, str(file))
-    linears, reasons = str(backend_of(checked)), default_reasons(source.data, checked)
+    linears = str(backend_of(checked))
+    on: OnCluster | None = None
+    hardware, price = Hardware.of(checked), asked.price
+    if found_on is not None:
+        cluster, group = found_on
+        misfits = list(check_group(cluster, group, checked, written.data))
+        on = OnCluster(cluster, group, given, misfits)
+        hardware = replace(hardware, node_memory=group.memory)
+        price = group.device_price if price is None else price
     if checked.model.factory is not None:
-        return Plan(checked, linears, reasons, None)
-    hardware = Hardware.of(checked)
-    found = estimate(checked, hardware, asked.price)
+        return Plan(checked, linears, default_reasons(source.data, checked), None, on=on)
     best: list[Choice] = []
     tried: list[Choice] = []
     if is_auto(source.data):
         best, tried = search(checked, hardware, fixed_keys(source.data))
+    if found_on is not None and best:
+        # Chosen before without the memory of the cluster's nodes.
+        checked = best[0].spec
+    found = estimate(checked, hardware, price)
     other = "none" if checked.training.recompute == "full" else "full"
     training = checked.training.model_copy(update={"recompute": other})
     return Plan(
         checked,
         linears,
-        reasons,
+        default_reasons(source.data, checked),
         found,
         estimate(checked.model_copy(update={"training": training}), hardware),
         [] if found.fits else remedies(checked, hardware),
         best,
         tried,
         advice(setting_of(checked, found), checked.snapshots.every, checked.checkpoint.every),
+        on,
     )
+
+
+def _cluster(source: Source, asked: Asked) -> tuple[Cluster, ClusterGroup] | None:
+    """The cluster and its group that are planned for; raises SpecError for a wrong profile."""
+    from orchestrator.planning.cluster import GroupError, group_of
+    from orchestrator.planning.devices import DEVICES
+
+    if asked.cluster is None:
+        return None
+    readers = loaded(CLUSTERS)
+    if not readers:
+        told = "this installation of Octavo has nothing that reads a cluster profile"
+        raise CommandError(told, "install it as a whole: pip install octavo")
+    cluster: Cluster = readers[0](asked.cluster)
+    try:
+        group = group_of(cluster, source.data, asked.group)
+    except GroupError as error:
+        raise CommandError(f"--group: {error}", "name one of them", USAGE) from None
+    if group.device not in DEVICES and not asked.device:
+        told = f"no speed is known of the {group.device} of {cluster.name}'s group {group.name}"
+        raise CommandError(
+            told, f"name what is nearest, with --device: {', '.join(DEVICES)}", USAGE
+        )
+    return cluster, group
 
 
 def _with_hardware(source: Any, asked: Asked) -> Any:
@@ -181,9 +262,16 @@ def _with_hardware(source: Any, asked: Asked) -> Any:
 def to_text(made: Plan) -> str:
     """A job file with the plan as its comments."""
     from orchestrator.planning.defaults import annotated_yaml
-    from orchestrator.planning.told import choice_lines, estimate_lines, interval_lines
+    from orchestrator.planning.told import (
+        choice_lines,
+        cluster_lines,
+        estimate_lines,
+        interval_lines,
+    )
 
     lines = [f"linears: {made.linears}"]
+    if made.on is not None:
+        lines += cluster_lines(made.on.cluster, made.on.group, made.on.given, made.on.misfits)
     if made.estimate is None:
         lines.append("no estimate: a model of model.factory has a size that only its ranks know")
     else:
@@ -223,6 +311,7 @@ def to_json(made: Plan) -> dict[str, Any]:
             {"changes": list(r.changes), "estimate": r.estimate.to_json()} for r in made.remedies
         ],
         "intervals": made.intervals.to_json() if made.intervals else None,
+        "cluster": _cluster_json(made.on) if made.on else None,
         "auto": {
             "tried": len(made.tried),
             "best": [degrees(choice) for choice in best],
@@ -231,3 +320,12 @@ def to_json(made: Plan) -> dict[str, Any]:
         if best
         else None,
     }
+
+
+def _cluster_json(on: OnCluster) -> dict[str, Any]:
+    from orchestrator.spec.errors import dotted
+
+    misfits = [
+        {"key": dotted(f.path), "message": f.message, "remedy": f.remedy} for f in on.misfits
+    ]
+    return {**on.cluster.to_json(on.group), "given": list(on.given), "misfits": misfits}

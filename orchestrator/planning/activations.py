@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from orchestrator.planning.shapes import Shape
 
-_LOSS = 14
-"""Bytes a logit while the loss is differentiated: the logits in BF16, log-probabilities, and
-gradients of those and of the logits in FP32."""
+_LOSS = 12
+"""Bytes a logit while the loss is differentiated: log-probabilities, and the gradients of those and
+of the logits, each in FP32. The logits in BF16 are gone by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,12 @@ from parallel.precision.choice import BackendRefusedError, recipes_on
 
 USABLE = 0.94
 """Of a device's memory: its allocator keeps holes."""
+FASTER, SLOWER = 0.81, 1.48
+"""Over the time that is told, what runs on GPUs came to that nothing was fitted to: twelve
+published ones of other systems (``tests/unit/test_plan_published.py``). None is of Octavo."""
+MARGIN = 0.15
+"""Of what a rank needs on a device, by which it may need more: on CPU what is in use comes out
+within a few hundredths (``tests/benchmarks/bench_plan.py``), on a GPU nothing was tried."""
 USABLE_HOST = 0.8
 """Of a node's memory: the system, the page cache of data, and Ray's own store take the rest."""
 
@@ -43,6 +49,8 @@ class Hardware:
 
     device: Device
     network: Network
+    node_memory: int = 0
+    """Bytes of a node's memory; 0: as nodes with such devices are sold."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Hardware:
@@ -90,6 +98,12 @@ class Estimate:
         return not self.device_room or self.device_bytes <= self.device_room
 
     @property
+    def fits_narrowly(self) -> bool:
+        """Whether every rank fits, and would not if it needed ``MARGIN`` more."""
+        room = self.device_room
+        return bool(room) and room / (1 + MARGIN) < self.device_bytes <= room
+
+    @property
     def fits_host(self) -> bool:
         """Whether the snapshots fit, as far as is known."""
         return not self.host_room or self.memory.host <= self.host_room
@@ -125,6 +139,12 @@ class Estimate:
         return None if self.price is None else self.price * self.ranks * self.days * 24
 
     @property
+    def times(self) -> tuple[float, float] | None:
+        """What ``step.total`` and all that follows from it may be, as shares of what is told; None
+        on CPU, where it is an order of magnitude."""
+        return (FASTER, SLOWER) if self.hardware.device.gpu else None
+
+    @property
     def bubble(self) -> float:
         """Share of the step that pipeline stages stand idle."""
         return self.step.bubble / self.step.total
@@ -151,9 +171,11 @@ class Estimate:
             },
             "fits": self.fits,
             "fits_device": self.fits_device,
+            "fits_narrowly": self.fits_narrowly,
             "fits_host": self.fits_host,
             "traffic": {**self.traffic.parts(), "total": self.traffic.total},
             "step_s": {**self.step.parts(), "total": self.step.total},
+            "step_s_range": [self.step.total * share for share in self.times or ()] or None,
             "bubble": self.bubble,
             "tokens_a_step": self.tokens,
             "tokens_a_second": self.tokens_a_second,
@@ -219,7 +241,9 @@ def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> E
         fp8_speed=fp8,
         memory=memory,
         device_bytes=memory.stages[memory.worst].total,
-        host_room=int(USABLE_HOST * device.host_memory * slots_per_node(spec)),
+        host_room=int(
+            USABLE_HOST * (hardware.node_memory or device.host_memory * slots_per_node(spec))
+        ),
         traffic=sent,
         step=max(times, key=lambda step: step.total),
         tokens=training.train_batch_size * training.seq_len,

@@ -5,6 +5,8 @@ As DeepSpeed 0.19 and Octavo really do it, not as ZeRO's paper counts:
 - Under ZeRO 0 and 1 with FP32 accumulation (``BF16_Optimizer``) *every* rank has the whole FP32
   gradient of its stage, and the BF16 gradients that autograd made stay allocated beside it: six
   bytes a parameter. ZeRO 1 divides masters and moments alone.
+- The gradients in BF16 are let go of after each step, not after each micro-batch; those of a matrix
+  that embedding and head share stand side by side until they are added.
 - Under ZeRO 2, and ZeRO 1 with ``deepspeed: {data_types: {grad_accum_dtype: bf16}}``
   (``DeepSpeedZeroOptimizer``), gradients go through a bucket of ``reduce_bucket_size`` elements,
   whose mean is taken in FP32, twice as large as the bucket and once more in rows.
@@ -13,18 +15,21 @@ As DeepSpeed 0.19 and Octavo really do it, not as ZeRO's paper counts:
 - A snapshot is parameters, masters and moments; the ring has ``keep`` + 1 of a rank's own, its
   keeper, the way there and partner nodes more (``launch.replicas.memory_needed``).
 
-Compared with CPU runs by ``tests/benchmarks/bench_plan.py``, which found what glibc and gloo add
-there. On a GPU nothing was tried: ``runtime`` is what CUDA's context, cuBLAS and NCCL may take.
+A step needs most at one of several moments (``_moments``): at the loss, in a layer's backward,
+while a gradient is added up, while a bucket is reduced, in the update. Compared with CPU runs by
+``tests/benchmarks/bench_plan.py``: what is in use is foretold; what is resident besides, in holes
+between blocks, is not, and has a bound. On a GPU nothing was tried: ``runtime`` is what CUDA's
+context, cuBLAS and NCCL may take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from launch.replicas import RankState, memory_needed
 from orchestrator.planning.activations import Widths, kept_bytes, working_bytes
-from orchestrator.planning.shapes import Held, held, shape_of, stages
+from orchestrator.planning.shapes import Held, Stage, held, shape_of, stages
 from orchestrator.spec.completion import slots_per_node
 from orchestrator.spec.job import JobSpec
 from parallel.deepspeed_config import accumulation_dtype
@@ -34,9 +39,11 @@ BUCKET = 500_000_000
 """DeepSpeed's default ``zero_optimization.reduce_bucket_size``, in elements."""
 GPU_RUNTIME = 2_000_000_000
 """CUDA's context, cuBLAS workspaces and NCCL's channels of three groups, about."""
-CPU_HOLES = 0.4
-"""Of activations and what is needed for a while, what glibc keeps between them on CPU and doesn't
-give back: measured with one rank and a micro-batch of 4,096 tokens."""
+CPU_RUNTIME = 10_000_000
+"""Scratch memory of products and of the first calls of a larger model, measured."""
+CPU_HOLES = 2.0
+"""Of activations and what is needed for a while, what glibc keeps free between blocks on CPU at
+most. Measured, it is from 0.4 to 2.0 of it, by which blocks happen to lie side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,20 @@ class RankMemory:
     exchange: int
     """Buffers of the gradient exchange."""
     runtime: int
-    """What the device's libraries take; on CPU the allocator's holes, and no imports."""
+    """What the device's libraries take, without the imports of a rank on CPU."""
+    holes: int
+    """On CPU, what the allocator keeps free between blocks at most; on a GPU ``estimate.USABLE`` is
+    for that."""
 
     @property
     def total(self) -> int:
         """All kinds together."""
         return sum(self.parts().values())
+
+    @property
+    def alive(self) -> int:
+        """What is in use at the peak."""
+        return self.total - self.holes
 
     @property
     def state(self) -> int:
@@ -141,19 +156,8 @@ def rank_memory(spec: JobSpec, stage: int) -> RankMemory:
     # A stage keeps what it sent and received for every micro-batch under way.
     between = 2 * widths.hidden * tokens * 2 if degrees.pipeline > 1 else 0
     activations = (kept + between) * under_way
-    at_loss, in_layer = working_bytes(widths, head=here.head, **how)
-    gate_up = 2 * shape.hidden * shape.ffn // degrees.tensor
-    table = shape.table if here.embedding or here.head else 0
-    stays, for_a_while = _exchange_bytes(spec, mine)
-    working = max(
-        at_loss * tokens,
-        in_layer * tokens + 2 * gate_up,
-        # A gradient is made beside the one that it is added to, then added up in FP32, when its
-        # micro-batch's activations are gone.
-        4 * max(gate_up, table) - kept,
-        # The update comes when all are.
-        for_a_while + _update_bytes(spec, mine, parts) - activations,
-    )
+    exchange = _exchange_bytes(spec, mine)
+    working = max(0, *_moments(spec, here, mine, exchange, kept, activations, under_way))
     return RankMemory(
         weights=2 * mine.total,
         masters=4 * mine.total // parts,
@@ -163,9 +167,55 @@ def rank_memory(spec: JobSpec, stage: int) -> RankMemory:
         activations=activations,
         working=working,
         fp8=_fp8_bytes(spec, mine, here.layers),
-        exchange=stays,
-        runtime=GPU_RUNTIME if on_gpu else int(CPU_HOLES * (activations + working)),
+        exchange=exchange.stays,
+        runtime=GPU_RUNTIME if on_gpu else CPU_RUNTIME,
+        holes=0 if on_gpu else int(CPU_HOLES * (activations + working)),
     )
+
+
+def _moments(
+    spec: JobSpec,
+    here: Stage,
+    mine: Held,
+    exchange: _Exchange,
+    kept: int,
+    activations: int,
+    under_way: int,
+) -> Iterator[int]:
+    """What is there for a while at each moment at which a step may need most.
+
+    Beyond the state and all ``activations``: those of ``under_way`` micro-batches, each of which
+    has ``kept`` of its layers.
+    """
+    degrees, training = spec.parallelism, spec.training
+    assert degrees.data is not None and training.train_micro_batch_size_per_gpu is not None
+    shape, data = shape_of(spec.model), degrees.data
+    tokens = training.train_micro_batch_size_per_gpu * training.seq_len
+    at_loss, in_layer = working_bytes(
+        Widths.of(shape, degrees.tensor),
+        head=here.head,
+        fp8=spec.precision == "fp8",
+        on_gpu=bool(spec.gpus_per_node),
+        recompute=training.recompute == "full",
+    )
+    gate_up = 2 * shape.hidden * shape.ffn // degrees.tensor
+    table = shape.table if here.embedding or here.head else 0
+    # A shared matrix has the head's gradient until the embedding has made its own.
+    tied = 2 * table if shape.tied and here.embedding and here.head else 0
+    # DeepSpeed lets go of the gradients in BF16 after each step: where the first backward finds all
+    # activations there are, they aren't there yet, and later fewer activations are.
+    first = training.gradient_accumulation_steps == under_way and not takes_buckets(spec)
+    for moment in (at_loss * tokens, in_layer * tokens + 2 * gate_up + tied + exchange.bucket):
+        yield moment - 2 * mine.total * first
+        if first and under_way > 1:
+            yield moment - activations // under_way
+    # A gradient is made beside the one that it is added to, then added up in FP32, when its
+    # micro-batch's activations are gone; a shared matrix's three stand side by side.
+    yield max(4 * max(gate_up, table), 3 * tied) - kept
+    yield exchange.bucket + exchange.reducing - kept * (mine.total <= bucket_size(spec))
+    # The update comes when all activations are gone.
+    parts = data if degrees.zero_stage else 1
+    yield exchange.update + _update_bytes(spec, mine, parts) - activations
 
 
 def snapshot_bytes(spec: JobSpec, stage: int) -> int:
@@ -257,11 +307,24 @@ def _fp8_bytes(spec: JobSpec, mine: Held, layers: int) -> int:
     return quantized + _scaling_state(spec, layers)
 
 
-def _exchange_bytes(spec: JobSpec, mine: Held) -> tuple[int, int]:
-    """(buffers that stay, copies made in the update)."""
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Buffers of the gradient exchange; bytes."""
+
+    stays: int = 0
+    """From the first step to the last."""
+    bucket: int = 0
+    """DeepSpeed's, during a backward."""
+    reducing: int = 0
+    """Copies of a bucket while its mean is taken, in the midst of a backward or at its end."""
+    update: int = 0
+    """Copies between the last backward and the next step."""
+
+
+def _exchange_bytes(spec: JobSpec, mine: Held) -> _Exchange:
     data, bucketed = spec.parallelism.data or 1, takes_buckets(spec)
     if data == 1 and not bucketed:
-        return 0, 0
+        return _Exchange()
     config, wire = spec.gradient_exchange, spec.communication_data_type
     matrices = mine.linears + mine.tables
     numel = min(bucket_size(spec), matrices) if bucketed else matrices
@@ -276,18 +339,17 @@ def _exchange_bytes(spec: JobSpec, mine: Held) -> tuple[int, int]:
         copies = 2 * (2 if wire == "bf16" else 4) * data * share
     elif wire == "bf16":
         copies = 2.0 * numel
-    if scattered and not spec.gpus_per_node:
-        stays += 2 * mine.total  # gloo gathers the updated parameters by way of a copy
-    if bucketed:
-        # The bucket in BF16, its mean in FP32, and the mean in a row for each replica.
-        taken = (
-            2 * (bucket_size(spec) if spec.gpus_per_node else numel) + (4 + 4 * (data > 1)) * numel
-        )
-        if spec.parallelism.zero_stage == 2:
-            stays += taken  # in the midst of a backward
-        else:
-            copies += taken
-    return int(stays), int(copies)
+    # gloo gathers the updated parameters by way of a copy.
+    gathered = 2 * mine.total if scattered and not spec.gpus_per_node else 0
+    if not bucketed:
+        return _Exchange(int(stays), update=max(int(copies), gathered))
+    # What is never touched of it takes no memory on CPU.
+    bucket = 2 * (bucket_size(spec) if spec.gpus_per_node else numel)
+    # The mean in FP32, and once more in a row for each replica.
+    reducing = int(copies) + (4 + 4 * (data > 1)) * numel
+    if spec.parallelism.zero_stage == 2:
+        return _Exchange(int(stays), bucket, reducing, gathered)
+    return _Exchange(int(stays), update=max(bucket + reducing, gathered))
 
 
 def _update_bytes(spec: JobSpec, mine: Held, parts: int) -> int:

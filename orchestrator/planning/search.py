@@ -59,6 +59,8 @@ class Choice:
         return (
             not found.fits_device,
             not found.fits_host,
+            # Its memory is an estimate.
+            found.fits_narrowly,
             # Where it doesn't fit, whatever is nearest to it.
             found.step.total
             if found.fits

@@ -1,18 +1,20 @@
 """A plan in words, as comments of a job file. Pure.
 
 Promises: every line begins with ``#`` where it is printed before a job file; numbers are those of
-the estimate, rounded for people, decimal units.
+the estimate, rounded for people (times to what they are worth), decimal units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from orchestrator.planning.estimate import USABLE, USABLE_HOST, Estimate
+from orchestrator.planning.cluster import Cluster, ClusterGroup
+from orchestrator.planning.estimate import MARGIN, USABLE, USABLE_HOST, Estimate
 from orchestrator.planning.fitting import Remedy
 from orchestrator.planning.intervals import Advice
 from orchestrator.planning.presets import EXPERTS, PRESETS
 from orchestrator.planning.search import Choice, reasons
+from orchestrator.spec.errors import Finding, dotted
 
 _WORDS = {
     "weights": "weights, BF16",
@@ -24,7 +26,7 @@ _WORDS = {
     "working": "for a while: loss, backward, update",
     "fp8": "FP8 weights and scales",
     "exchange": "exchange buffers",
-    "runtime": "libraries and allocator",
+    "runtime": "libraries",
     "gradient_exchange": "gradients",
     "parameter_gather": "updated parameters",
     "tensor": "tensor ranks' sums",
@@ -63,14 +65,17 @@ def estimate_lines(
     worst = found.memory.stages[found.memory.worst]
     room = f" of {size(found.device_room)} ({USABLE:.0%} of the device)" * bool(found.device_room)
     stage = f" (stage {found.memory.worst})" if len(found.memory.stages) > 1 else ""
-    yield f"memory a rank{stage}: {size(worst.total)}{room}"
-    yield from _parts(worst.parts(), _WORDS, size)
+    holes = ""
+    if worst.holes:
+        holes = f" in use; resident up to {size(worst.total)}, with what the allocator keeps free"
+    yield f"memory a rank{stage}: {size(worst.alive)}{holes}{room}"
+    yield from _parts({k: v for k, v in worst.parts().items() if k in _WORDS}, _WORDS, size)
     if other_recompute is not None:
         other = other_recompute.memory.stages[other_recompute.memory.worst]
         with_it = other.activations < worst.activations
         yield (
             f"  activations {'with' if with_it else 'without'} recompute: "
-            f"{size(other.activations)}, a rank {size(other.total)}"
+            f"{size(other.activations)}, a rank {size(other.alive)}"
         )
     room = f" of {size(found.host_room)} ({USABLE_HOST:.0%} of its memory)" * bool(found.host_room)
     yield (
@@ -79,24 +84,68 @@ def estimate_lines(
     )
     yield f"sent a step, by the rank that sends most: {size(found.traffic.total)}"
     yield from _parts(found.traffic.parts(), _WORDS, size)
-    step = found.step
+    yield from _time_lines(found)
+    yield from _verdict(found, fitting)
+
+
+def _time_lines(found: Estimate) -> Iterator[str]:
+    """How long it takes and what it costs: no more digits than the roofline is good for."""
+    step, shares = found.step, found.times or (1.0, 1.0)
+    sooner, later = (share * step.total for share in shares)
     yield (
-        f"step: {duration(step.total)}; {found.tokens_a_second:,.0f} tokens/s, "
-        f"{rate(found.flops_a_rank)} a rank, MFU {found.mfu:.1%} of BF16's peak, "
+        f"step: {_between(sooner, later, duration)}; "
+        f"{_between(found.tokens_a_second / shares[1], found.tokens_a_second / shares[0], _round)} "
+        "tokens/s, "
+        f"{_between(found.flops_a_rank / shares[1], found.flops_a_rank / shares[0], rate)} a rank, "
+        f"MFU {_between(found.mfu / shares[1], found.mfu / shares[0], _percent)} of BF16's peak, "
         f"bubble {found.bubble:.1%}"
     )
     yield from _parts(step.parts(), _STEP_WORDS, duration)
-    cost = f", {found.cost:,.0f} at {found.price:g} a device-hour" if found.cost is not None else ""
-    yield f"{found.steps:,} steps: {found.days:,.2g} days{cost}"
-    if not device.gpu:
+    cost = ""
+    if found.cost is not None:
+        costs = _between(found.cost * shares[0], found.cost * shares[1], _round)
+        cost = f", {costs} at {found.price:g} a device-hour"
+    days = _between(found.days * shares[0], found.days * shares[1], _round)
+    yield f"{found.steps:,} steps: {days} days{cost}"
+    if found.times is None:
         yield "times on CPU are an order of magnitude, no more"
-    yield from _verdict(found, fitting)
+    else:
+        yield (
+            f"times are {shares[0]:g} to {shares[1]:g} of their parts' sum, as published runs came "
+            "out that nothing was fitted to; they are other systems': Octavo was timed on no GPU"
+        )
+
+
+def _between(low: float, high: float, shown: Callable[[float], str]) -> str:
+    """``2.1 to 3.7 s``; one of them where they are shown alike."""
+    first, last = shown(low), shown(high)
+    if first == last:
+        return last
+    unit = last.partition(" ")[2]
+    shorter = first.removesuffix(f" {unit}") if unit and first.endswith(f" {unit}") else first
+    return f"{shorter.removesuffix('%') if last.endswith('%') else shorter} to {last}"
+
+
+def _round(number: float) -> str:
+    """With two digits: ``210,000``, ``2.9``."""
+    return f"{float(f'{number:.2g}'):,.10g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
 
 
 def _verdict(found: Estimate, fitting: Sequence[Remedy]) -> Iterator[str]:
     if found.fits:
         known = found.device_room or found.host_room
-        yield "fits" if known else "fits, as far as is known: how much memory the nodes have isn't"
+        if found.fits_narrowly:
+            share = found.device_bytes / found.device_room
+            yield (
+                f"fits narrowly: it takes {share:.0%} of what the device has to use, and may take "
+                f"{MARGIN:.0%} more than is told here; try a few steps first, or take more ranks"
+            )
+        else:
+            yield "fits" if known else "fits, as far as is known: how much memory nodes have isn't"
         return
     what = ["the device"] * (not found.fits_device)
     what += ["the nodes' memory, for its snapshots"] * (not found.fits_host)
@@ -136,6 +185,24 @@ def _steps(every: int) -> str:
 def _span(seconds: float) -> str:
     """``7.9 h``, ``12 days``."""
     return f"{seconds / 3600:.2g} h" if seconds < 48 * 3600 else f"{seconds / 86400:.2g} days"
+
+
+def cluster_lines(
+    cluster: Cluster, group: ClusterGroup, given: Sequence[str], misfits: Sequence[Finding]
+) -> Iterator[str]:
+    """What a plan took from a cluster, and where the job doesn't fit it."""
+    slots = f"{group.gpus} × {group.device}" if group.gpus else f"{group.cpus} CPUs"
+    price = "" if group.price is None else f"; {group.price:g} {cluster.currency} a node-hour"
+    yield (
+        f"cluster {cluster.name}, group {group.name}: up to {group.nodes} nodes of {slots}, "
+        f"{size(group.memory)} of memory each{price}"
+    )
+    if given:
+        which = "is the cluster's" if len(given) == 1 else "are the cluster's"
+        yield f"  {', '.join(given)} {which}: the job file doesn't say"
+    for misfit in misfits:
+        remedy = f"; {misfit.remedy}" if misfit.remedy else ""
+        yield f"DOES NOT FIT {cluster.name}: {dotted(misfit.path)} {misfit.message}{remedy}"
 
 
 def choice_lines(best: Sequence[Choice], tried: Sequence[Choice]) -> Iterator[str]:
@@ -195,15 +262,15 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``12.7 s``, ``340 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    return f"{1000 * seconds:.3g} ms"
+    """``13 s``, ``340 ms``."""
+    return f"{_round(seconds)} s" if seconds >= 1 else f"{_round(1000 * seconds)} ms"
 
 
 def rate(flops: float) -> str:
-    """Operations a second: ``412 TFLOP/s``."""
-    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP/s"
+    """Operations a second: ``410 TFLOP/s``."""
+    if flops >= 1e11:
+        return f"{_round(flops / 1e12)} TFLOP/s"
+    return f"{_round(flops / 1e9)} GFLOP/s"
 
 
 def _count(number: float) -> str:

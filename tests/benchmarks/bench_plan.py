@@ -3,17 +3,23 @@
     python -m tests.benchmarks.bench_plan [--only NAME …]
 
 Each setting runs its ranks over gloo with the product's engine and its ring of snapshots, for a few
-steps. Measured is a rank's peak resident memory less what it had after a step of a tiny
-model; foretold is the total of ``orchestrator.planning.memory`` with the ring. The largest
-rank of each pipeline stage counts. Not a test of CI: it takes minutes and up to 12 GB.
+steps, twice: with every block of memory mapped by itself, which shows what is *in use* at the peak
+and nothing else, and with the product's allocator, which shows what is *resident*, its holes too.
+Measured is a rank's peak less what it had after a step of a tiny model. Foretold is
+``orchestrator.planning.memory``: what is in use, and what is resident at most. The ring, ``keep`` +
+1 copies of the state, is known exactly and would flatter every row: its bytes are taken off both
+sides but in the column that has it. The largest rank of each pipeline stage counts. Not a test of
+CI: it takes minutes and up to 12 GB.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,9 @@ MODEL = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4
 MODEL |= {"ffn_size": 2816, "vocab_size": 8192}
 TINY = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 256, "vocab_size": 256}
 TRAINING = {"steps": 100, "seq_len": 256, "train_micro_batch_size_per_gpu": 4}
+NARROW = {**MODEL, "hidden_size": 512, "ffn_size": 1408, "vocab_size": 32000}
+"""A large vocabulary over few weights: what happens at the loss is most of it."""
+TIED = {**NARROW, "tie_embeddings": True}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "1 rank, FP8": {"slots_per_node": 1},
@@ -53,6 +62,61 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "tensor 2": {"slots_per_node": 2, "parallelism": {"tensor": 2}},
     "pipeline 2": {"slots_per_node": 2, "parallelism": {"pipeline": 2}},
+    "1 rank, large vocabulary": {"slots_per_node": 1, "model": NARROW},
+    "1 rank, tied": {"slots_per_node": 1, "model": TIED},
+    "1 rank, tied, 1 micro-batch": {
+        "slots_per_node": 1,
+        "model": TIED,
+        "training": {"gradient_accumulation_steps": 1},
+    },
+    "data 2, tied": {"slots_per_node": 2, "model": TIED},
+    "pipeline 2, tied": {"slots_per_node": 2, "model": TIED, "parallelism": {"pipeline": 2}},
+    "pipeline 2, 8 micro-batches": {
+        "slots_per_node": 2,
+        "parallelism": {"pipeline": 2},
+        "training": {"gradient_accumulation_steps": 8},
+    },
+    "1 rank, one layer, 2,048 tokens": {
+        "slots_per_node": 1,
+        "model": {**MODEL, "hidden_size": 512, "num_layers": 1, "ffn_size": 1408},
+        "training": {"seq_len": 2048, "train_micro_batch_size_per_gpu": 1},
+    },
+    "1 rank, 4,096 tokens": {
+        "slots_per_node": 1,
+        "training": {"seq_len": 4096, "train_micro_batch_size_per_gpu": 1},
+    },
+    "1 rank, 4,096 tokens, recompute": {
+        "slots_per_node": 1,
+        "training": {
+            "seq_len": 4096,
+            "train_micro_batch_size_per_gpu": 1,
+            "recompute": "full",
+        },
+    },
+    "data 2, ZeRO 2, 4 micro-batches": {
+        "slots_per_node": 2,
+        "model": NARROW,
+        "communication_data_type": "bf16",
+        "parallelism": {"zero_stage": 2},
+        "training": {"gradient_accumulation_steps": 4},
+    },
+    "data 2, ZeRO 0, recompute": {
+        "slots_per_node": 2,
+        "model": NARROW,
+        "parallelism": {"zero_stage": 0},
+        "training": {"recompute": "full"},
+    },
+    "tensor 2, recompute": {
+        "slots_per_node": 2,
+        "model": NARROW,
+        "parallelism": {"tensor": 2},
+        "training": {"recompute": "full"},
+    },
+    "1 rank, one key head, block": {
+        "slots_per_node": 1,
+        "model": {**MODEL, "num_kv_heads": 1},
+        "fp8": {"recipe": "block"},
+    },
 }
 
 
@@ -71,24 +135,38 @@ def spec_of_setting(name: str) -> JobSpec:
     return spec_of(Source(name, values, {}), check_data=False)
 
 
-def measure(rank: int, world_size: int, spec: JobSpec) -> tuple[int, int]:
-    """Of one rank: peak resident bytes beyond what its code took, bytes exchanged a step."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one rank."""
+
+    peak: int
+    """Resident bytes beyond what its code took, at most."""
+    sent: int
+    """Bytes exchanged a step."""
+
+
+def measure(rank: int, world_size: int, spec: JobSpec, alone: bool) -> Measured:
+    """A few steps of ``spec``; ``alone``: with every block mapped by itself, so without holes."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # noqa: F401
     import torch
 
-    from launch.allocator import keep_freed_memory
+    from launch.allocator import M_MMAP_THRESHOLD, keep_freed_memory
     from launch.engine import engine_of
     from launch.snapshot_ring import SnapshotRing
     from launch.snapshots import SnapshotKey
 
     torch.set_num_threads(1)
-    keep_freed_memory()
+    if alone:
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    else:
+        keep_freed_memory()
 
     def run(of: JobSpec, steps: int) -> int:
         engine = engine_of(of)
         ring = SnapshotRing(of.snapshots.keep, engine.live_tensors())
         training = of.training
+        assert training.train_micro_batch_size_per_gpu is not None
         shape = (training.train_micro_batch_size_per_gpu, training.seq_len)
 
         def batches() -> Iterator[tuple[Any, Any]]:
@@ -107,7 +185,7 @@ def measure(rank: int, world_size: int, spec: JobSpec) -> tuple[int, int]:
     before = _status()["VmRSS"]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     sent = run(spec, STEPS)
-    return 1024 * (_status()["VmHWM"] - before), sent
+    return Measured(1024 * (_status()["VmHWM"] - before), sent)
 
 
 def _status() -> Mapping[str, int]:
@@ -129,23 +207,33 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     print(
-        f"{'setting':<34} {'stage':>5} {'foretold':>9} {'measured':>9} {'off by':>7} "
-        f"{'sent':>12} {'measured':>12}"
+        f"{'':<34} {'':>5} {'in use, MB':>25} {'with ring':>9} {'resident, MB':>17} {'holes':>5} "
+        f"{'sent':>23}"
+    )
+    print(
+        f"{'setting':<34} {'stage':>5} {'foretold':>8} {'measured':>8} {'':>7} {'':>9} "
+        f"{'at most':>8} {'measured':>8} {'':>5} {'foretold':>11} {'measured':>11}"
     )
     for name in parser.parse_args().only:
         spec = spec_of_setting(name)
         degrees = spec.parallelism
         assert degrees.data is not None
         world = degrees.data * degrees.tensor * degrees.pipeline
-        measured = run_ranks(measure, world, spec, timeout_s=600.0)
+        used, resident = (
+            run_ranks(measure, world, spec, alone, timeout_s=900.0) for alone in (True, False)
+        )
         memory = job_memory(spec)
-        for stage, rank_memory in enumerate(memory.stages):
-            foretold = rank_memory.total + (spec.snapshots.keep + 1) * memory.snapshots[stage]
+        for stage, told in enumerate(memory.stages):
+            ring = (spec.snapshots.keep + 1) * memory.snapshots[stage]
             ranks = [r for r in range(world) if coordinates(r, degrees).pipe == stage]
-            found, sent = (max(measured[r][i] for r in ranks) for i in (0, 1))
+            peak, there = (max(of[r].peak for r in ranks) - ring for of in (used, resident))
+            holes = (there - peak) / (told.activations + told.working)
+            sent = max(resident[r].sent for r in ranks)
             print(
-                f"{name:<34} {stage:>5} {foretold / 1e6:>7.0f} M {found / 1e6:>7.0f} M "
-                f"{foretold / found - 1:>+7.1%} {foretold_sent(spec, stage):>12,} {sent:>12,}",
+                f"{name:<34} {stage:>5} {told.alive / 1e6:>8.0f} {peak / 1e6:>8.0f} "
+                f"{told.alive / peak - 1:>+7.1%} {(told.alive + ring) / (peak + ring) - 1:>+9.1%} "
+                f"{told.total / 1e6:>8.0f} {there / 1e6:>8.0f} {holes:>5.1f} "
+                f"{foretold_sent(spec, stage):>11,} {sent:>11,}",
                 flush=True,
             )
 
