@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -34,12 +35,13 @@ from orchestrator.api.app import create_app
 from orchestrator.api.client import Client
 from orchestrator.controller.controller import Controller
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.protocol import Acknowledgement, SupervisorBatch
+from orchestrator.protocol import Acknowledgement, JobHistory, SupervisorBatch
 from orchestrator.spec.job import JobSpec
 from orchestrator.store.database import Store
 from orchestrator.supervision.record_merger import RecordMerger, merge_reports, record_of
 from orchestrator.supervision.stragglers import Stragglers
 from orchestrator.supervision.supervision import Phase, Supervision
+from orchestrator.supervision.supervisor import run_log
 from tests.benchmarks.bench_control_plane import took
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.healthy_runs import SCALING
@@ -227,6 +229,8 @@ def reports_of(step: int, world: int, tensors: int = TENSORS, stages: int = 1) -
         stats = np.zeros((each, len(COLUMNS)), np.float32)
         stats[:, :6] = [4.0, 100.0, 0.0, 3.0, 0.0, 65536.0]
         stats[:, 0] *= chance.lognormal(0, 0.1, each)
+        # A scale follows what it scales; one that stands still would be an incident.
+        stats[:, 1] = 300.0 / stats[:, 0]
         found.append(
             RankReport(
                 attempt=1,
@@ -390,14 +394,17 @@ class Elsewhere(ScriptedController):
         return Acknowledgement(True)
 
 
-def supervisor(folder: Path, steps: int) -> dict[str, Any]:
+def supervisor(folder: Path, steps: int, *, wandb: bool = False) -> dict[str, Any]:
     """Processor time of a supervisor's process at 10 steps a second of 8 ranks, as a share of a
-    core, a value each hundred steps after the first two hundred."""
+    core, a value each hundred steps after the first two hundred; ``wandb``: with a run of it,
+    offline, whose own process isn't counted."""
     job: JobSpec = spec(
         slots_per_node=8, training={"steps": 10 * steps}, snapshots={"every": 10, "keep": 4}
     )
     controller = Elsewhere(job, folder)
-    supervision = Supervision(controller.resume(), controller, Ranks(), now=0.0)
+    resume = controller.resume()
+    log = run_log(resume, JobHistory()) if wandb else None
+    supervision = Supervision(resume, controller, Ranks(), now=0.0, run_log=log)
     now = 0.0
     while supervision.phase is not Phase.TRAINING:
         supervision.step(now)
@@ -414,7 +421,15 @@ def supervisor(folder: Path, steps: int) -> dict[str, Any]:
             now += 0.1 / 8
             supervision.step(now)
     supervision.close()
+    if log is not None:
+        log.finish()
     return {"share": shares[2:]}
+
+
+def with_wandb(folder: Path, steps: int) -> dict[str, Any]:
+    """``supervisor`` with W&B."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    return supervisor(folder, steps, wandb=True)
 
 
 def _messages(steps: int) -> Iterator[list[bytes] | int | str]:
@@ -440,6 +455,7 @@ PARTS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "running": running,
     "telemetry": telemetry,
     "supervisor": supervisor,
+    "with_wandb": with_wandb,
 }
 
 

@@ -193,6 +193,21 @@ class TestPass:
         plane.steps(3)
         assert waiting[1].id in plane.supervisors.alive
 
+    def test_a_look_that_fails_loses_nothing(
+        self, queue: Callable[[int], ControlPlane], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plane = queue(1)
+        new = plane.submit("new")
+
+        def away(which: object) -> None:
+            raise StoreUnavailableError("the store is away")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(plane.store.tended, "_query", away)
+            with pytest.raises(StoreUnavailableError):
+                plane.store.jobs_to_tend()
+        assert new in {row.id for row in plane.store.jobs_to_tend()}
+
     def test_it_says_whether_a_job_moved(self, queue: Callable[[int], ControlPlane]) -> None:
         plane = queue(2)
         assert not plane.controller.step(plane.now)
