@@ -418,7 +418,7 @@ class Cluster:
             with contextlib.suppress(OSError):
                 socket.create_connection((head.address, PORT), timeout=1).close()
                 return
-            if time.monotonic() > deadline or not head.host.pids():
+            if time.monotonic() > deadline or not head.host.runs():
                 raise RuntimeError(f"Ray's head did not start:\n{self.told()}")
             time.sleep(0.05)
 

@@ -93,6 +93,10 @@ class Host:
     def kill(self) -> None:
         """End every process on this host at once, as a power cut does."""
         deadline = time.monotonic() + END_S
+        # One that was started a moment ago may not have entered the namespace yet.
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
         while pids := self.pids():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -101,8 +105,12 @@ class Host:
                 raise TimeoutError(f"processes {pids} on {self.name} do not end")
             time.sleep(0.02)
         for process in self.processes:
-            process.wait()
+            process.wait(END_S)
         self.processes.clear()
+
+    def runs(self) -> bool:
+        """Whether a process that was started here still runs, or is on its way here."""
+        return any(process.poll() is None for process in self.processes) or bool(self.pids())
 
     def freeze(self) -> None:
         """Stop every process on this host where it is (SIGSTOP); its sockets stay open."""
