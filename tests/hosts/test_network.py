@@ -52,7 +52,6 @@ def test_a_killed_host_ends_all_that_its_processes_started(make_network: MakeNet
     assert host.pids() == [] and process.returncode != 0
 
 
-@pytest.mark.parametrize("rate", ["100mbit", None])
 def test_a_host_that_is_killed_at_once_ends_what_had_not_entered_it_yet(
     make_network: MakeNetwork,
 ) -> None:
@@ -63,6 +62,7 @@ def test_a_host_that_is_killed_at_once_ends_what_had_not_entered_it_yet(
     assert started[0].poll() is not None and not host.runs()
 
 
+@pytest.mark.parametrize("rate", ["100mbit", None])
 def test_a_shaped_cable_carries_no_more_than_its_rate(
     make_network: MakeNetwork, rate: str | None
 ) -> None:
