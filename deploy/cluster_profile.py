@@ -53,7 +53,7 @@ Device = Literal[
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Toleration(_Section):
@@ -276,7 +276,7 @@ class PricesConfig(_Section):
     """What a node costs an hour, by group."""
 
     currency: Currency = "USD"
-    node_hour: dict[str, Annotated[float, Field(ge=0)]] = {}
+    node_hour: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = {}
 
 
 class ClusterProfile(_Section):

@@ -38,7 +38,7 @@ Precision = Literal["fp8", "bf16"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ParallelismConfig(_Section):

@@ -35,7 +35,7 @@ HOME_VARIABLE = "OCTAVO_HOME"
 class HomeConfig(BaseModel):
     """Settings of one controller."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     store_url: str | None = None
     """SQLAlchemy URL; unset: SQLite in the home."""

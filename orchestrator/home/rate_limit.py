@@ -18,7 +18,7 @@ MOST_BUCKETS = 4096
 class RateLimit(BaseModel):
     """How often one token may ask."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     per_second: float = Field(100.0, gt=0)
     burst: int = Field(500, ge=1)

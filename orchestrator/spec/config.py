@@ -16,7 +16,7 @@ from orchestrator.planning.devices import device_named, network_named
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def _a_device(name: str) -> str:

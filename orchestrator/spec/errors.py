@@ -300,17 +300,24 @@ def _finding(error: Any, model: type[BaseModel], data: Mapping[str, Any], what: 
     return Finding(path, message.replace("input should be", "must be"), remedy)
 
 
+_LARGEST = 2**53 - 1
+"""In JSON, in which a spec is stored and sent."""
+
+
 def type_findings(model: type[BaseModel], data: object, path: KeyPath = ()) -> list[Finding]:
-    """What pydantic lets pass: ``true`` as a number, and numbers that are not finite."""
+    """What pydantic lets pass: ``true`` as a number, and numbers that nothing can reckon with."""
     found: list[Finding] = []
     if isinstance(data, float) and not math.isfinite(data):
         found.append(Finding(path, "must be a finite number"))
-    elif isinstance(data, bool) and bool not in _types_at(model, path):
-        found.append(Finding(path, "is a yes-or-no value where another kind is wanted"))
+    elif isinstance(data, bool):
+        # DeepSpeed's own section has values of any kind.
+        if path[:1] != ("deepspeed",) and bool not in _types_at(model, path):
+            found.append(Finding(path, "is a yes-or-no value where another kind is wanted"))
+    elif isinstance(data, int) and abs(data) > _LARGEST:
+        found.append(Finding(path, f"is beyond {_LARGEST:,}, the largest number that is exact"))
     elif isinstance(data, dict):
         for key, value in data.items():
-            if (*path, key) != ("deepspeed",):
-                found += type_findings(model, value, (*path, key))
+            found += type_findings(model, value, (*path, key))
     elif isinstance(data, list):
         for i, value in enumerate(data):
             found += type_findings(model, value, (*path, i))

@@ -39,7 +39,7 @@ WHAT = "a policy"
 class PolicyFile(BaseModel):
     """The two sections; None: as the job has it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     detection: DetectionConfig | None = None
     recovery: RecoveryConfig | None = None

@@ -157,6 +157,13 @@ def test_a_spec_error_and_its_problems_survive_pickling_and_json() -> None:
         ({"training__warmup_steps": 100}, "training.warmup_steps", "never reaches its peak"),
         ({"training__betas": [0.9, 1.5]}, "training.betas", "[0, 1)"),
         ({"training__lr": float("nan")}, "training.lr", "finite"),
+        (
+            {"deepspeed": {"zero_optimization": {"reduce_bucket_size": float("inf")}}},
+            "deepspeed.zero_optimization.reduce_bucket_size",
+            "finite",
+        ),
+        ({"training__steps": 10**400}, "training.steps", "beyond 9,007,199,254,740,991"),
+        ({"checkpoint__every": 10**320}, "checkpoint.every", "beyond"),
         ({"training__gradient_accumulation_steps": 0}, "training.gradient_accumulation_steps", "1"),
         ({"snapshots__certify_after": 99}, "snapshots.certify_after", "dropped before"),
         ({"snapshots__replicas": 1}, "snapshots.replicas", "never on its own node"),
