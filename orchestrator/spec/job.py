@@ -37,6 +37,8 @@ from orchestrator.spec.errors import (
     value_at,
 )
 
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's where it is: half of what a submission took went into writing its file."""
 NAME_PATTERN = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
 
 
@@ -154,7 +156,7 @@ def spec_data(spec: JobSpec) -> dict[str, Any]:
 
 def spec_yaml(spec: JobSpec) -> str:
     """A spec as a job file."""
-    return yaml.safe_dump(spec_data(spec), sort_keys=False, allow_unicode=True)
+    return yaml.dump(spec_data(spec), Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
 
 
 def _readable_part(

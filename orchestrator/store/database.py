@@ -132,25 +132,29 @@ class Store:
 
         Returns its id, or that of the job that ``by`` submitted under ``key`` before.
         """
-        with self._write(job) as db:
+        row = {
+            "id": job,
+            "name": spec.name,
+            "state": JobState.QUEUED.word,
+            "reason": "",
+            "priority": spec.resources.priority,
+            "file": file,
+            "spec": dump(spec_data(spec)),
+            "job_dir": job_dir,
+            "submitted_at": time,
+            "submitted_by": by,
+            "submit_key": None if key is None else submit_key(key, by),
+        }
+        told = EventDraft("submitted", time, f"submitted from {file}", {})
+
+        def add(db: Connection) -> str:
             if key is not None and (known := submitted_under(db, key, by)) is not None:
                 return str(known["id"])
-            row = {
-                "id": job,
-                "name": spec.name,
-                "state": JobState.QUEUED.word,
-                "reason": "",
-                "priority": spec.resources.priority,
-                "file": file,
-                "spec": dump(spec_data(spec)),
-                "job_dir": job_dir,
-                "submitted_at": time,
-                "submitted_by": by,
-                "submit_key": None if key is None else submit_key(key, by),
-            }
             db.execute(sa.insert(jobs).values(row))
-            add_event(db, job, 0, EventDraft("submitted", time, f"submitted from {file}", {}))
-        return job
+            add_event(db, job, 0, told)
+            return job
+
+        return self._together.do(job, add)
 
     def job_of_key(self, key: str, by: str) -> JobRow | None:
         """The job that ``by`` submitted under ``key``."""

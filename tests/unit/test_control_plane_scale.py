@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,19 +70,23 @@ class Together:
 
     def told(self, batches: dict[str, SupervisorBatch]) -> tuple[int, dict[str, Any]]:
         """How often the store was committed, and what each was answered, or what it raised."""
+        return self.at_once(batches, lambda job: self.plane.controller.report(job, 1, batches[job]))
+
+    def at_once(self, names: Iterable[str], do: Callable[[str], Any]) -> tuple[int, dict[str, Any]]:
+        """The same of anything that is stored, once for each of ``names``."""
         store = self.plane.store
         commits: list[object] = []
         heard = commits.append
         answers: dict[str, Any] = {}
 
-        def tell(job: str) -> None:
+        def tell(name: str) -> None:
             try:
-                answers[job] = self.plane.controller.report(job, 1, batches[job])
+                answers[name] = do(name)
             except Exception as error:
-                answers[job] = error
+                answers[name] = error
 
         sa.event.listen(store._engine, "commit", heard)
-        threads = [threading.Thread(target=tell, args=(job,)) for job in batches]
+        threads = [threading.Thread(target=tell, args=(name,)) for name in names]
         with store._writing:
             # Somebody writes, so that all wait.
             for thread in threads:
@@ -280,6 +284,28 @@ class TestLists:
         shown = [job_json(row) for row in plane.store.pages.jobs(None, 10)]
         assert {row["id"]: row["steps"] for row in shown} == planned
         assert len(plane.controller.numbers().jobs) == 6
+
+
+class TestSubmissions:
+    def test_those_that_come_at_once_wait_for_the_disk_once(self, together: Together) -> None:
+        spec = together.plane.store.job(together.jobs[0]).spec
+        names = [f"late-{number:06x}" for number in range(5)]
+
+        def add(name: str) -> str:
+            return together.plane.store.add_job(name, spec, "/jobs", "a.yaml", 1.0, by=name)
+
+        commits, answers = together.at_once(names, add)
+        assert commits == 1 and answers == {name: name for name in names}
+
+    def test_the_same_key_that_comes_twice_at_once_is_one_job(self, together: Together) -> None:
+        spec = together.plane.store.job(together.jobs[0]).spec
+
+        def add(name: str) -> str:
+            return together.plane.store.add_job(name, spec, "/jobs", "a.yaml", 1.0, key="once")
+
+        commits, answers = together.at_once(["late-00000a", "late-00000b"], add)
+        assert commits == 1 and len(set(answers.values())) == 1
+        assert len(together.plane.store.jobs()) == len(together.jobs) + 1
 
 
 class TestSteps:
