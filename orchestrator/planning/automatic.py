@@ -100,8 +100,10 @@ def _misfit(least: Choice, base: JobSpec, hardware: Hardware, fixed: frozenset[s
         told = f"{found.device_bytes / 1e9:.0f} GB of the {found.device_room / 1e9:.0f} GB that "
         message = f"auto found nothing that fits: {least.degrees} needs {told}{device} has to use"
     else:
-        told = f"{found.memory.host / 1e9:.0f} GB of the {found.host_room / 1e9:.0f} GB"
-        message = f"auto found nothing whose snapshots fit: the least take {told} of a node to use"
+        told = f"{found.host_bytes / 1e9:.0f} GB of the {found.host_room / 1e9:.0f} GB"
+        message = (
+            f"auto found nothing that fits a node's memory: the least takes {told} of a node to use"
+        )
     for words, change in (*snapshot_changes(base), *node_changes(base)):
         changed = change(base)
         best = search(changed, hardware, fixed, limit=1)[0] if changed is not None else []

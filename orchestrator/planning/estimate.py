@@ -77,8 +77,10 @@ class Estimate:
     memory: JobMemory
     device_bytes: int
     """Of the rank that needs most."""
+    host_bytes: int
+    """Of the node that needs most, in its memory: snapshots, and on CPU its ranks."""
     host_room: int
-    """Of a node's memory, for snapshots; 0: unknown."""
+    """Of a node's memory, what can be used; 0: unknown."""
     traffic: Traffic
     step: StepTime
     tokens: int
@@ -105,8 +107,8 @@ class Estimate:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the snapshots fit, as far as is known."""
-        return not self.host_room or self.memory.host <= self.host_room
+        """Whether what is in a node's memory fits, as far as is known."""
+        return not self.host_room or self.host_bytes <= self.host_room
 
     @property
     def fits(self) -> bool:
@@ -166,6 +168,7 @@ class Estimate:
                 "device_room": self.device_room,
                 "snapshot_a_rank": list(self.memory.snapshots),
                 "snapshots_a_node": self.memory.host,
+                "host_bytes": self.host_bytes,
                 "host_room": self.host_room,
                 "checkpoint": self.memory.checkpoint,
             },
@@ -232,6 +235,7 @@ def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> E
         for stage in sorted(set(cut), key=cut.index)
     )
     memory = job_memory(spec)
+    most = memory.stages[memory.worst].total
     return Estimate(
         hardware=hardware,
         parameters=shape.parameters,
@@ -240,7 +244,8 @@ def estimate(spec: JobSpec, hardware: Hardware, price: float | None = None) -> E
         ranks=degrees.tensor * degrees.pipeline * degrees.data,
         fp8_speed=fp8,
         memory=memory,
-        device_bytes=memory.stages[memory.worst].total,
+        device_bytes=most,
+        host_bytes=memory.host + most * slots_per_node(spec) * (not device.gpu),
         host_room=int(
             USABLE_HOST * (hardware.node_memory or device.host_memory * slots_per_node(spec))
         ),

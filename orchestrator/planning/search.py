@@ -64,7 +64,7 @@ class Choice:
             # Where it doesn't fit, whatever is nearest to it.
             found.step.total
             if found.fits
-            else found.memory.host
+            else found.host_bytes
             if found.fits_device
             else found.device_bytes,
             at.tensor * at.pipeline,
@@ -229,7 +229,7 @@ def _than(other: Choice, chosen: Choice) -> str:
         need, room = found.device_bytes / 1e9, found.device_room / 1e9
         return f"needs {need:.0f} GB of {room:.0f} at least"
     if not found.fits_host:
-        need, room = found.memory.host / 1e9, found.host_room / 1e9
+        need, room = found.host_bytes / 1e9, found.host_room / 1e9
         return f"needs {need:.0f} GB of {room:.0f} of its nodes' memory"
     slower = found.step.total / chosen.estimate.step.total - 1
     return "is as fast" if slower < 0.001 else f"is {slower:.1%} slower at best"

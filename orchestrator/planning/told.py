@@ -78,8 +78,11 @@ def estimate_lines(
             f"{size(other.activations)}, a rank {size(other.alive)}"
         )
     room = f" of {size(found.host_room)} ({USABLE_HOST:.0%} of its memory)" * bool(found.host_room)
+    ranks = ""
+    if found.host_bytes > found.memory.host:
+        ranks, room = f", with its ranks up to {size(found.host_bytes)}{room}", ""
     yield (
-        f"snapshots in a node's memory: {size(found.memory.host)}{room}, "
+        f"snapshots in a node's memory: {size(found.memory.host)}{room}{ranks}, "
         f"{size(max(found.memory.snapshots))} each; a checkpoint: {size(found.memory.checkpoint)}"
     )
     yield f"sent a step, by the rank that sends most: {size(found.traffic.total)}"
@@ -148,7 +151,7 @@ def _verdict(found: Estimate, fitting: Sequence[Remedy]) -> Iterator[str]:
             yield "fits" if known else "fits, as far as is known: how much memory nodes have isn't"
         return
     what = ["the device"] * (not found.fits_device)
-    what += ["the nodes' memory, for its snapshots"] * (not found.fits_host)
+    what += ["the nodes' memory"] * (not found.fits_host)
     yield f"DOES NOT FIT {', nor '.join(what)}"
     for remedy in fitting:
         worst = remedy.estimate.device_bytes

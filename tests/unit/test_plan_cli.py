@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from orchestrator.planning.defaults import annotated_yaml, default_reasons
+from orchestrator.planning.estimate import Hardware, estimate
+from orchestrator.planning.told import estimate_lines
 from orchestrator.spec.job import load_spec, parse_spec, spec_data, spec_yaml
 from tests.unit.plan_jobs import job, values
 from tests.unit.test_cli import call
@@ -43,6 +46,30 @@ class TestText:
     def test_with_a_price_it_tells_the_cost(self, file, capsys):
         assert call(["plan", file, "--price", "2.5"]) == 0
         assert " at 2.5 a device-hour" in capsys.readouterr().out
+
+    def test_times_are_told_as_ranges_of_two_digits_and_where_they_are_from(self, file, capsys):
+        assert call(["plan", file, "-o", "json"]) == 0
+        low, high = json.loads(capsys.readouterr().out)["estimate"]["step_s_range"]
+        assert call(["plan", file]) == 0
+        out = capsys.readouterr().out
+        assert f"# step: {1000 * low:.2g} to {1000 * high:.2g} ms; " in out
+        assert "tokens/s" in out and "Octavo was timed on no GPU" in out
+
+    def test_a_narrow_fit_is_told_as_one(self):
+        spec = job(model={"preset": "llama-1b"})
+        found = estimate(spec, Hardware.of(spec))
+        assert found.fits and not found.fits_narrowly
+        device = replace(found.hardware.device, memory=int(1.1 * found.device_bytes))
+        found = estimate(spec, replace(found.hardware, device=device))
+        assert found.fits and found.fits_narrowly
+        [verdict] = [line for line in estimate_lines(found, [], None) if "fits" in line]
+        assert verdict.startswith("fits narrowly: it takes 97% of what the device has to use")
+
+    def test_on_cpu_what_is_in_use_is_told_apart_from_what_is_resident(self, tmp_path, capsys):
+        path = written(tmp_path, gpus_per_node=None, slots_per_node=8)
+        assert call(["plan", path]) == 0
+        out = capsys.readouterr().out
+        assert " in use; resident up to " in out and "an order of magnitude" in out
 
     def test_what_does_not_fit_is_told_with_what_would(self, tmp_path, capsys):
         model = {"preset": "llama-8b"}

@@ -21,7 +21,7 @@ from orchestrator.planning.cluster import (
     group_of,
     with_cluster,
 )
-from orchestrator.planning.estimate import USABLE_HOST
+from orchestrator.planning.estimate import USABLE_HOST, Hardware, estimate
 from orchestrator.spec.errors import Source, dotted
 from tests.unit.plan_jobs import job, values
 from tests.unit.test_cli import call
@@ -142,6 +142,23 @@ class TestCommand:
         text = capsys.readouterr().out
         assert "# cluster lab, group h100: up to 4 nodes of 8 × h100" in text
         assert yaml.safe_load(text)["resources"]["network"] == "roce400"
+
+    def test_on_cpu_ranks_count_in_the_nodes_memory_beside_their_snapshots(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = {"gpus_per_node": None, "slots_per_node": 8, "model": {"vocab_size": 32_000}}
+        path = written(tmp_path, **given)
+        spec = job(**given)
+        found = estimate(spec, Hardware.of(spec))
+        assert found.host_bytes == found.memory.host + 8 * found.device_bytes
+        for memory, fits in ((found.host_bytes / 0.75, True), (found.host_bytes / 0.85, False)):
+            nodes = {**CPUS, "memory": f"{int(memory) >> 20}Mi", "shared_memory": "1Mi"}
+            small = tmp_path / "small.yaml"
+            small.write_text(yaml.safe_dump({"name": "lab", "node_groups": [nodes]}))
+            assert call(["plan", path, "--cluster", str(small)]) == 0
+            text = capsys.readouterr().out
+            assert ("# fits\n" in text) == fits
+            assert ("DOES NOT FIT the nodes' memory" in text) != fits
 
     def test_where_the_job_does_not_fit_is_told(
         self, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
