@@ -65,7 +65,9 @@ class Sight:
     nodes: list[NodeCapacity]
     quarantines: list[Quarantine]
     now: float
-    _fits: dict[tuple[str, Asks], Fit] = field(default_factory=dict, compare=False, repr=False)
+    _fits: dict[tuple[str, int], tuple[Asks, Fit]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     """Answers: a queue of thousands asks for few different things."""
 
     @cached_property
@@ -84,13 +86,15 @@ class Sight:
 
     def fit(self, row: JobRow) -> Fit:
         """Whether a queued job can be given its nodes, now and ever."""
-        key = (row.id if row.id in self._unfit else "", row.asks)
+        # As an object: comparing thousands of equal values is what a pass has no time for.
+        key = (row.id if row.id in self._unfit else "", id(row.asks))
         known = self._fits.get(key)
         if known is None:
             asks, barred = row.asks, self.barred(row.id)
             found = [fit(replace(asks.need, nodes=n), self.nodes, barred) for n in asks.counts]
-            known = self._fits[key] = next((answer for answer in found if answer.now), found[0])
-        return known
+            answer = next((answer for answer in found if answer.now), found[0])
+            known = self._fits[key] = (asks, answer)
+        return known[1]
 
 
 class NodeDesk:

@@ -4,6 +4,7 @@ waits. Pure."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from orchestrator.placement.placement import Need, need_of
 from orchestrator.placement.regroup import counts_of
@@ -21,5 +22,10 @@ class Asks:
 
 
 def asks_of(spec: JobSpec) -> Asks:
-    """What a completed spec asks for."""
-    return Asks(need_of(spec), counts_of(spec), spec.resources.preemptible)
+    """What a completed spec asks for; of specs that ask for the same it is one object."""
+    return _known(Asks(need_of(spec), counts_of(spec), spec.resources.preemptible))
+
+
+@lru_cache(maxsize=4096)
+def _known(asks: Asks) -> Asks:
+    return asks

@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def turns(
     served = dict(served_at)
     newest = max(served.values(), default=0.0)
     lines: dict[int, dict[str, deque[Ticket]]] = {}
-    for ticket in sorted(waiting, key=lambda t: (t.since, t.job)):
+    for ticket in sorted(waiting, key=attrgetter("since", "job")):
         lines.setdefault(ticket.priority, {}).setdefault(ticket.user, deque()).append(ticket)
     for priority in sorted(lines, reverse=True):
         mine = lines[priority]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -22,6 +23,7 @@ from orchestrator.store.tables import jobs
 MOST_IDS = 500
 """In one statement: databases bound its parameters."""
 
+_AGE = attrgetter("submitted_at", "id")
 _MOVING = [s.word for s in JobState if not s.terminal and s is not JobState.PAUSED]
 
 
@@ -48,14 +50,13 @@ class TendedJobs:
         """Oldest first; and a number that is another one once something has changed of them that
         placement depends on."""
         with self._looking:
-            rows = sorted(self._now().values(), key=lambda row: (row.submitted_at, row.id))
-            return rows, self._version
+            return sorted(self._now().values(), key=_AGE), self._version
 
     def seated(self) -> list[JobRow]:
         """Those that hold nodes, oldest first."""
         with self._looking:
             self._now()
-            return sorted(self._seated.values(), key=lambda row: (row.submitted_at, row.id))
+            return sorted(self._seated.values(), key=_AGE)
 
     def _now(self) -> Mapping[str, JobRow]:
         with self._marking:
