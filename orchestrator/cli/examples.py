@@ -23,6 +23,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": (
         "octavo plan job.yaml",
         "octavo plan job.yaml --device b200 --network ib400 --price 4",
+        "octavo plan job.yaml --cluster cluster.yaml --group h100",
         "octavo plan job.yaml -o json",
         "octavo plan --presets",
     ),

@@ -10,8 +10,10 @@
 ``intervals``    how often to take snapshots and checkpoints
 ``search``       the best degrees of all that the checks accept; what to change where nothing fits
 ``presets``      known shapes by name
+``cluster``      what a plan takes from a cluster, and where a job doesn't fit it
 
 Promises: the same spec gives the same numbers everywhere. Memory is checked against CPU runs
-(``tests/benchmarks/bench_plan.py``) and speed against published ones
-(``tests/unit/test_plan_published.py``); none of it was tried on a GPU here.
+(``tests/benchmarks/bench_plan.py``) and speed against published ones, from those that nothing was
+fitted to comes its range (``tests/unit/test_plan_published.py``); none of it was tried on a GPU
+here.
 """

@@ -158,7 +158,7 @@ def measure(rank: int, world_size: int, spec: JobSpec, alone: bool) -> Measured:
 
     torch.set_num_threads(1)
     if alone:
-        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 20)
     else:
         keep_freed_memory()
 
