@@ -169,15 +169,13 @@ def interval_lines(found: Advice) -> Iterator[str]:
         f"snapshots each {_steps(found.now_snapshots)} and checkpoints each "
         f"{_steps(found.now_checkpoints)}, {found.now_ettr:.2%} of the time is training"
     )
-    why = (
-        f"a snapshot stops training for {duration(of.snapshot_s)}, and a fault takes back half of "
-        f"what lies between two and {duration(of.memory_s)}"
-    )
     near = found.ettr - found.now_ettr < WORTH_TELLING
     told = "as good as the best, " if near else f"{found.ettr:.2%} with "
+    yield f"  {told}snapshots.every: {found.snapshots} and checkpoint.every: {found.checkpoints}"
     yield (
-        f"  {told}snapshots.every: {found.snapshots} and checkpoint.every: {found.checkpoints}: "
-        f"{why}; one in {1 / of.disk_share:,.0f} faults leaves the disk alone"
+        f"  because a snapshot stops training for {duration(of.snapshot_s)}, a fault takes "
+        f"{duration(of.memory_s)} and half of what lies between two, and {of.disk_share:.1%} of "
+        "faults leave nothing but the disk"
     )
 
 

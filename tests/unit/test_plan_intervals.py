@@ -179,10 +179,11 @@ class TestPlan:
         spec = job(num_nodes=64, training={"train_batch_size": 1024})
         setting = setting_of(spec, estimate(spec, Hardware.of(spec)))
         found = advice(setting, spec.snapshots.every, spec.checkpoint.every)
-        first, second = interval_lines(found)
+        first, second, third = interval_lines(found)
         assert "snapshots each 10 steps and checkpoints each 500 steps" in first
         assert f"snapshots.every: {found.snapshots}" in second
-        assert "a snapshot stops training for" in second
+        assert "because a snapshot stops training for" in third
+        assert third.endswith(" 1.5% of faults leave nothing but the disk")
         assert found.ettr >= found.now_ettr
 
     def test_without_partners_every_lost_node_is_the_disks(self) -> None:
