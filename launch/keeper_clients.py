@@ -78,14 +78,20 @@ class Place:
     """A keeper actor, or the one of its name that has taken its place."""
 
     def __init__(self, keeper: Any, name: str = "") -> None:
-        self.keeper = keeper
+        self._keeper = keeper
         self._name = name
+        self._died = False
 
-    def look_again(self) -> None:
-        """The keeper has died."""
-        found = named_actor(self._name) if self._name else None
+    def keeper(self) -> Any:
+        """Whom to ask. Not for Ray's own threads, which must not ask Ray anything."""
+        found = named_actor(self._name) if self._died and self._name else None
         if found is not None:
-            self.keeper = found
+            self._keeper, self._died = found, False
+        return self._keeper
+
+    def died(self) -> None:
+        """The one that was asked is gone for good; from any thread."""
+        self._died = True
 
 
 def _died(error: BaseException | None) -> bool:
@@ -145,7 +151,7 @@ class KeeperStore:
         if self._unanswered is not None and not ray.wait([self._unanswered], timeout=0)[0]:
             raise TimeoutError("the keeper hasn't answered the call before this one")
         parcel = self._parcels.put(key, payload)
-        keeper = self._place.keeper
+        keeper = self._place.keeper()
         self._unanswered = keeper.put.remote(key, parcel, digest, replicated=replicated)
         if not (self._replicas and replicated):
             self._parcels.forget()
@@ -155,7 +161,7 @@ class KeeperStore:
                 ray.get(self._unanswered, timeout=patience_s(nbytes))
         except ray.exceptions.ActorDiedError:
             self._unanswered = None
-            self._place.look_again()
+            self._place.died()
             raise StoreGoneError("the node's keeper has died") from None
         self._unanswered = None
 
@@ -165,7 +171,7 @@ class KeeperStore:
 
         with _own_errors():
             found: StoredSnapshot | None = ray.get(
-                self._place.keeper.get.remote(key), timeout=patience_s(self._nbytes)
+                self._place.keeper().get.remote(key), timeout=patience_s(self._nbytes)
             )
         return found
 
@@ -201,14 +207,15 @@ class RayPartner:
     def send(self, key: SnapshotKey, payload: Payload, digest: str) -> Future[Any]:
         """Its future settles in a thread of Ray's."""
         parcel = self._parcels.put(key, payload)
-        put = self._place.keeper.put.remote(key, parcel, digest, replicated=True)
+        put = self._place.keeper().put.remote(key, parcel, digest, replicated=True)
         sent: Future[Any] = put.future()
         sent.add_done_callback(self._settled)
         return sent
 
     def _settled(self, future: Future[Any]) -> None:
+        # In a thread of Ray's, which answers nobody while this is done.
         if _died(future.exception()):
-            self._place.look_again()
+            self._place.died()
 
 
 class Partners:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from launch.keeper_clients import KeeperStore, Parcels
+from launch.keeper_clients import KeeperStore, Parcels, RayPartner
 from launch.snapshots import DamagedSnapshotError, SnapshotKey, StoreGoneError
 
 KEY = SnapshotKey("job", 1, 0, 2, 20)
@@ -65,4 +67,37 @@ def test_a_keeper_that_died_is_told_as_that_and_the_one_of_its_name_is_asked_nex
         with pytest.raises(StoreGoneError):
             store.put(KEY, b"state", "digest")
     store.put(KEY, b"state", "digest")
-    assert asked == ["old", "old", "new"]
+    store.put(KEY, b"state", "digest")
+    assert asked == ["old", "old", "new", "new"] and not found
+
+
+def test_a_partner_that_died_is_looked_for_when_the_next_copy_is_sent_and_by_no_thread_of_rays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    futures: list[Future[None]] = []
+    looked: list[str] = []
+
+    def keeper(name: str) -> Any:
+        def put(*_: Any, **__: Any) -> Any:
+            looked.append(f"put to {name}")
+            futures.append(Future())
+            return SimpleNamespace(future=lambda: futures[-1])
+
+        return SimpleNamespace(put=SimpleNamespace(remote=put))
+
+    def named_actor(name: str) -> Any:
+        looked.append(threading.current_thread().name)
+        return keeper("new")
+
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr("launch.keeper_clients.named_actor", named_actor)
+    partner = RayPartner(keeper("old"), Parcels(), "keeper-1")
+    partner.send(KEY, b"state", "digest")
+    answering = threading.Thread(
+        target=futures[0].set_exception, args=(ActorDiedError(),), name="ray"
+    )
+    answering.start()
+    answering.join()
+    assert looked == ["put to old"]
+    partner.send(KEY, b"state", "digest")
+    assert looked == ["put to old", threading.current_thread().name, "put to new"]
