@@ -106,7 +106,6 @@ def main() -> None:
         scope.load_meta(state["precision"])
         scope.forget_weights()
 
-    _meet(arguments.met, group, groups)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         min_replica_size=1,
@@ -116,6 +115,8 @@ def main() -> None:
         timeout=TIMEOUT,
         init_sync=False,
     )
+    # Their heartbeats have begun, so that the first quorum waits for all.
+    _meet(arguments.met, group, groups)
     model = DistributedDataParallel(manager, module) if arguments.ddp else module
     optimizer = Optimizer(manager, adamw)
 
