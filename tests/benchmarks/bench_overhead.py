@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from orchestrator.spec.job import JobSpec, load_spec
 from tests.benchmarks.peers.environments import (
@@ -99,7 +100,7 @@ def _compared(
     setting = f"demo model, {layout}"
     rows = []
     for side, found in told.items():
-        counts = {"side": side, "failures": failures(found), "hangs": hangs(found)}
+        counts: dict[str, Any] = {"side": side, "failures": failures(found), "hangs": hangs(found)}
         steps = [run.step_s for run in values(found)]
         rows.append(measured("a step", setting, steps, "s", **counts))
         if side == PLAIN or PLAIN not in told:

@@ -132,7 +132,11 @@ def _rows(side: Side, told: Sequence[dict[str, Any]]) -> list[Result]:
     runs = told[1:]
     good = [run for run in runs if run["outcome"] == "recovered"]
     hangs = sum(run["outcome"] == "hang" for run in runs)
-    whole = {"side": side.name, "hangs": hangs, "failures": len(runs) - len(good) - hangs}
+    whole: dict[str, Any] = {
+        "side": side.name,
+        "hangs": hangs,
+        "failures": len(runs) - len(good) - hangs,
+    }
     setting = f"demo model, {LAYOUT}"
     outages = [run["outage_s"] for run in good if run["outage_s"] is not None]
     rows = [measured(OUTAGE, setting, outages, "s", note=side.how, **whole)]

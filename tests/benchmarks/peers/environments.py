@@ -81,8 +81,10 @@ def environment_of(name: str, folder: Path = FOLDER) -> Environment | Unavailabl
     log = folder / f"{name}-install.log"
     log.write_text("")
     constraints = ROOT / "constraints.txt"
-    pip = (found.command("python"), "-m", "pip", "--disable-pip-version-check", "install", "-q")
-    pip = (*pip, "-c", str(constraints))
+    pip = (
+        *(found.command("python"), "-m", "pip", "--disable-pip-version-check"),
+        *("install", "-q", "-c", str(constraints)),
+    )
     steps: list[tuple[str, ...]] = [
         (sys.executable, "-m", "venv", str(place)),
         (*pip, "pip"),
