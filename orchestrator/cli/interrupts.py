@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 from typing import NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -43,31 +41,6 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def remembered() -> Iterator[Callable[[], None]]:
-    """A call that raises again for a Ctrl-C whose exception was lost, as Python drops one that is
-    raised while something is finalized: a loop without an end asks it at every turn."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield lambda: None
-        return
-    lost: list[int] = []
-
-    def heed() -> None:
-        if lost:
-            before(lost[0], None)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        lost.append(number)
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield heed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

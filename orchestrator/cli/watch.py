@@ -10,7 +10,6 @@ from typing import TextIO
 from monitoring.records import StepRecord
 from orchestrator.api.client import Client
 from orchestrator.cli.following import Following
-from orchestrator.cli.interrupts import remembered
 from orchestrator.cli.show import EventLines, print_json_line
 
 REFRESH_S = 0.5
@@ -33,16 +32,10 @@ def follow(
     """
     out = to or sys.stdout
     following = Following(client, job, whole=False)
-    with remembered() as heed:
-
-        def turn() -> None:
-            heed()
-            each()
-
-        if out.isatty() if live is None else live:
-            _follow_live(following, out, turn)
-        else:
-            _follow_lines(following, out, turn)
+    if out.isatty() if live is None else live:
+        _follow_live(following, out, each)
+    else:
+        _follow_lines(following, out, each)
     return following.state
 
 

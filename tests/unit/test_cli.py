@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import signal
 import socket
 import stat
 import subprocess
@@ -24,7 +22,6 @@ import yaml
 from orchestrator.api.client import Client, NotAuthorizedError, UnreachableError
 from orchestrator.api.jobs import job_json
 from orchestrator.cli.close import conclude, could_go_on
-from orchestrator.cli.interrupts import remembered
 from orchestrator.cli.main import call
 from orchestrator.cli.show import Output, print_jobs
 from orchestrator.events import EventDraft
@@ -636,14 +633,3 @@ sys.exit(str(heavy) if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_ctrl_c_whose_exception_is_lost_ends_a_loop_at_its_next_turn() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with remembered() as heed:
-        heed()
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            heed()
-    assert signal.getsignal(signal.SIGINT) is before
