@@ -35,6 +35,14 @@ from tests.unit.monitoring_traces import recovered_view
 WITHIN_S = 60.0
 
 
+def _at_a_terminal() -> None:
+    """In the child, before its program."""
+    # Ctrl-C is a signal to those whose controlling terminal it is typed on,
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # and nobody at a terminal ignores it, as what was started in the background does.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command on a terminal, and the screen as a person sees it."""
 
@@ -52,8 +60,7 @@ class Terminal:
             stderr=slave,
             env=env,
             start_new_session=True,
-            # Ctrl-C is a signal to those whose controlling terminal it is typed on.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_at_a_terminal,
         )
         self._slave = slave
 
