@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from monitoring.wording import counted
 from orchestrator.planning.devices import DEVICES
 from orchestrator.spec.completion import slots_per_node
 from orchestrator.spec.errors import Finding, Source, nearest
@@ -140,7 +141,9 @@ def check_cluster(cluster: Cluster, spec: JobSpec) -> Iterator[Finding]:
         remedy = "ask for fewer, or give the cluster's profile a group that has them"
         yield Finding(("gpus_per_node" if on_gpu else "slots_per_node",), told, remedy)
     elif least > nodes:
-        told = f"is more than {cluster.name} can have: {nodes} nodes with {wanted} {what}"
+        told = (
+            f"is more than {cluster.name} can have: {counted(nodes, 'node')} with {wanted} {what}"
+        )
         yield Finding(("num_nodes",), told, "ask for fewer, or raise the group's `max:`")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from launch.config import TrainingConfig
+from monitoring.wording import counted
 from orchestrator.events import EventDraft
 from orchestrator.spec.completion import complete, slots_per_node
 from orchestrator.spec.deepspeed import check_deepspeed
@@ -39,8 +40,8 @@ def on_nodes(spec: JobSpec, nodes: int) -> JobSpec:
     replicas, left_over = divmod(nodes * slots, one_replica)
     if nodes < 1 or left_over or not replicas:
         raise DegreesRefusedError(
-            f"{nodes} nodes with {slots} slots don't make replicas of tensor {degrees.tensor} × "
-            f"pipeline {degrees.pipeline} = {one_replica} ranks"
+            f"{counted(nodes, 'node')} with {counted(slots, 'slot')} don't make replicas of tensor "
+            f"{degrees.tensor} × pipeline {degrees.pipeline} = {one_replica} ranks"
         )
     fitted = spec.model_copy(
         update={
@@ -105,8 +106,9 @@ def other_degrees(spec: JobSpec, now: float) -> EventDraft:
     degrees, training = spec.parallelism, spec.training
     message = (
         f"Degrees from here on: tensor {degrees.tensor}, pipeline {degrees.pipeline}, data "
-        f"{degrees.data}, ZeRO {degrees.zero_stage}, on {spec.num_nodes} nodes with "
-        f"{slots_per_node(spec)} slots; {training.gradient_accumulation_steps} micro-batches of "
+        f"{degrees.data}, ZeRO {degrees.zero_stage}, on {counted(spec.num_nodes, 'node')} with "
+        f"{counted(slots_per_node(spec), 'slot')}; "
+        f"{training.gradient_accumulation_steps} micro-batches of "
         f"{training.train_micro_batch_size_per_gpu} a step."
     )
     detail = {**degrees.model_dump(), "num_nodes": spec.num_nodes}

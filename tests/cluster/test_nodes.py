@@ -268,7 +268,7 @@ def test_a_job_makes_room_for_a_more_important_one_and_goes_on_to_the_bit(
     assert any(m.startswith("Preflight passed on 1 node in ") for m in told)
     reason = f"Asked by the queue: back into the queue after a checkpoint ({high} has priority 5"
     assert any(message.startswith(reason) for message in told)
-    assert any("starts 1 ranks at step" in m and "from a checkpoint" in m for m in told)
+    assert any("starts 1 rank at step" in m and "from a checkpoint" in m for m in told)
     # No step was lost or done twice; the urgent job is the same training, undisturbed.
     assert [step for step, _ in losses(client, low)] == list(range(steps))
     assert losses(client, low) == losses(client, high)
@@ -301,7 +301,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_another_begins_where_it_ended(
     kinds = [event["kind"] for event in told]
     assert kinds.index("nodes_resized") < kinds.index("degrees")
     (degrees,) = [event["message"] for event in told if event["kind"] == "degrees"]
-    assert "data 1" in degrees and "on 1 nodes" in degrees
+    assert "data 1" in degrees and "on 1 node with" in degrees
     assert {step for step, _ in losses(client, name)} == set(range(3 * STEPS))
 
     # With another length, on other degrees, where the first one ended.

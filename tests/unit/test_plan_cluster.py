@@ -123,7 +123,7 @@ class TestFit:
     def test_all_groups_with_such_nodes_count_together(self) -> None:
         assert not list(check_cluster(cluster(H100, B200), job(num_nodes=4)))
         told = [f.message for f in check_cluster(cluster(B200, CPUS), job(num_nodes=2))]
-        assert told == ["is more than lab can have: 1 nodes with 8 GPUs"]
+        assert told == ["is more than lab can have: 1 node with 8 GPUs"]
 
 
 class TestCommand:
