@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ class Enlisted:
 
     def __init__(self, name: str = "") -> None:
         """``name``: under which another process of this node takes the list over; "": none does."""
-        self._file = _folder() / f"{name}.json" if name else None
+        folder = _folder() if name else None
+        self._file = None if folder is None else folder / f"{name}.json"
         self._since: dict[int, float] = {}
         """When each process began: its number may be another's by now."""
         if self._file is not None:
@@ -39,7 +41,6 @@ class Enlisted:
         if self._file is not None:
             # Without it the ranks are ended as well, but for frozen ones.
             with contextlib.suppress(OSError):
-                self._file.parent.mkdir(mode=0o700, exist_ok=True)
                 self._file.write_text(json.dumps(self._since))
 
     def end(self) -> list[int]:
@@ -49,7 +50,6 @@ class Enlisted:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.unlink(missing_ok=True)
-                self._file.parent.rmdir()
         return end_processes(theirs, 0.0)
 
 
@@ -70,9 +70,17 @@ def end_processes(pids: Sequence[int], patience_s: float = TERM_S) -> list[int]:
     return left
 
 
-def _folder() -> Path:
-    """Of this user, on this node."""
-    return Path(tempfile.gettempdir()) / f"octavo-ranks-{os.getuid()}"
+def _folder() -> Path | None:
+    """Of this user, on this node; None where somebody else made it, who could have us write and
+    end what he likes."""
+    folder = Path(tempfile.gettempdir()) / f"octavo-ranks-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+        if private and found.st_uid == os.getuid():
+            return folder
+    return None
 
 
 def _began(pid: int) -> float | None:

@@ -100,8 +100,8 @@ class RayNodeGroups:
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
         """When this process started a keeper: one that is young is not lost for being silent."""
-        self._pings: dict[str, Any] = {}
-        """What keepers of jobs that train were asked, by name."""
+        self._pings: dict[str, tuple[Any, Any]] = {}
+        """Keepers of jobs that train, by name, and what they were asked."""
 
     def capacities(self) -> list[NodeCapacity]:
         import ray
@@ -188,10 +188,10 @@ class RayNodeGroups:
         """By the answer to what was asked at the last look; it is asked again."""
         import ray
 
-        ping = self._pings.pop(name, None)
+        keeper, ping = self._pings.pop(name, (None, None))
         if ping is not None:
             if not ray.wait([ping], timeout=0)[0]:
-                self._pings[name] = ping
+                self._pings[name] = (keeper, ping)
                 return False
             try:
                 ray.get(ping)
@@ -199,10 +199,11 @@ class RayNodeGroups:
                 return True
             except ray.exceptions.RayError as error:
                 logger.warning("%s: %s", name, error)
-        keeper = _actor(name)
+        # Whom Ray has been asked for once is asked without it: there may be thousands.
+        keeper = keeper or _actor(name)
         if keeper is None:
             return True
-        self._pings[name] = keeper.ping.remote()
+        self._pings[name] = (keeper, keeper.ping.remote())
         return False
 
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
