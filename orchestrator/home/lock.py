@@ -42,12 +42,11 @@ class HomeTakenError(RuntimeError):
 
 
 class HomeLock:
-    """``role`` in ``home``, once ``take`` has returned, until ``free`` or the process' end."""
+    """``role`` in ``home``, once ``take`` has returned, until the process' end."""
 
     def __init__(self, home: Home, role: Role) -> None:
         self._home = home.path
         self._role = role
-        self._file: int | None = None
 
     def take(self, wait_s: float = 0.0) -> None:
         """Raises HomeTakenError when it isn't free within ``wait_s`` seconds."""
@@ -64,13 +63,6 @@ class HomeLock:
         told = {"pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(told).encode(), 0)
-        self._file = file
-
-    def free(self) -> None:
-        """Let go of it."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _try(self, file: int, path: Path) -> bool:
         try:
