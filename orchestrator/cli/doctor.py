@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from monitoring.wording import counted
 from orchestrator.cli.options import HomeOption, OutputOption, home_of
 from orchestrator.cli.show import (
     NOT_FOUND,
@@ -154,4 +155,4 @@ def _show(found: Sequence[MachineFinding], output: Output) -> None:
     for f in worse:
         where = f"{f.node} " if f.node else ""
         print(f"\n{f.level.value}: {where}{f.check}: {plain(f.message)}\n    {f.remedy}")
-    print(f"\n{counts[Level.error]} errors, {counts[Level.warning]} warnings")
+    print(f"\n{counted(counts[Level.error], 'error')}, {counted(counts[Level.warning], 'warning')}")
