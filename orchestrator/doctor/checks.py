@@ -268,7 +268,7 @@ def limits(facts: MachineFacts) -> Iterator[MachineFinding]:
         )
     if facts.rdma and facts.locked_memory != UNLIMITED:
         told = f"{_gb(facts.locked_memory)} of locked memory, and RDMA locks what it sends"
-        remedy = "ulimit -l unlimited; in containers --ulimit memlock=-1, or the runtime's LimitMEMLOCK"
+        remedy = "ulimit -l unlimited; of containers, --ulimit memlock=-1 or LimitMEMLOCK"
         yield MachineFinding("limits", Level.error, told, remedy)
 
 
