@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 
 from orchestrator.access import HOME, Caller, Role, same_hash, token_hash
 from orchestrator.api.problems import Kind
@@ -85,7 +86,7 @@ class Gate:
         if not isinstance(found, Caller):
             told = found or "the token is not this controller's"
             return self._strange(address) or Denied(Kind.TOKEN_REFUSED, told)
-        wait = self._callers.admit(found.token, time.monotonic())
+        wait = self._callers.admit(found.token, monotonic())
         if not wait:
             return found
         rate = self._callers.limit.per_second
@@ -100,7 +101,7 @@ class Gate:
         return self._records.caller(token, self._clock())
 
     def _strange(self, address: str) -> Denied | None:
-        wait = self._strangers.admit(address, time.monotonic())
+        wait = self._strangers.admit(address, monotonic())
         if not wait:
             return None
         told = f"{address} comes too often without a token that is known here"

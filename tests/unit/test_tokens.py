@@ -255,7 +255,14 @@ def scarce(plane: ControlPlane) -> Iterator[TestClient]:
         yield client
 
 
+@pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nothing is let in again meanwhile."""
+    monkeypatch.setattr("orchestrator.api.access.monotonic", lambda: 5.0)
+
+
 class TestRates:
+    @pytest.mark.usefixtures("no_time_passes")
     def test_who_asks_too_often_is_told_when_to_come_again_and_others_are_not_held_up(
         self, scarce: TestClient
     ) -> None:
@@ -268,9 +275,10 @@ class TestRates:
         assert scarce.get("/v1/jobs", headers=other).status_code == 200
         assert scarce.get("/healthz").status_code == 200
 
+    @pytest.mark.usefixtures("no_time_passes")
     def test_who_guesses_is_slowed_down_and_nobody_else(self, api: TestClient) -> None:
         answers = [api.get("/v1/jobs", headers=bearer("no")) for _ in range(STRANGERS.burst + 5)]
-        assert {a.status_code for a in answers} == {403, 429}
+        assert [a.status_code for a in answers] == [403] * STRANGERS.burst + [429] * 5
         assert "retry-after" in answers[-1].headers and is_problem(answers[-1])
         assert api.get("/v1/jobs").status_code == 200
 
