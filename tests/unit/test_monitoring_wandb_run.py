@@ -396,10 +396,8 @@ class TestTroubleOfWandb:
         run = faked(FakeRun(gate.wait))
         run.start()
         record = healthy_trace(1, layers=())[0]
-        start = time.monotonic()
-        for _ in range(1000):
+        for _ in range(1000):  # One that waited for W&B would wait for ever.
             run.log_step(record)
-        assert time.monotonic() - start < 2.0
         assert 980 <= run.dropped <= 990
         assert run.finish(timeout=0.2) is False
         gate.set()

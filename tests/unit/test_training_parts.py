@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,14 +76,13 @@ class TestReporter:
         arrived: list[int] = []
 
         def outbox(batch: Sequence[Report]) -> None:
-            release.wait(10)
+            release.wait(60)
             arrived.extend(r.step for r in batch)
 
         reporter = Reporter(outbox, interval_s=0.0, capacity=100)
-        started = time.perf_counter()
         for step in range(1000):
             reporter.send(report(step))
-        assert time.perf_counter() - started < 1.0
+        assert not arrived, "the outbox still holds its first batch"
         assert not reporter.flush(timeout_s=0.05)
         release.set()
         assert reporter.flush()
