@@ -41,7 +41,12 @@ class Records:
     def add(self, outcome: Outcome) -> None:
         """Append it, durably."""
         self._records.append(Record(self.session, outcome))
-        line = {"session": self.session, "time": time.time(), **outcome.to_json()}
+        line = {
+            "session": self.session,
+            "commit": _commit(),
+            "time": time.time(),
+            **outcome.to_json(),
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as out:
             # A line that was cut is not to spoil the next one.
@@ -95,10 +100,14 @@ def _ends_a_line(path: Path) -> bool:
 def _new_session() -> str:
     """When it began, of which commit."""
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    return f"{began} {commit or 'no commit'} {secrets.token_hex(2)}"
+    return f"{began} {_commit() or 'no commit'} {secrets.token_hex(2)}"
+
+
+def _commit() -> str:
+    """What is checked out now: a session that is gone on with may have another than it began with;
+    "" outside a checkout."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def left_to_do(rows: Sequence[tuple[str, int]], records: Records) -> list[tuple[str, int]]:
