@@ -211,11 +211,12 @@ def test_a_controller_that_is_killed_meanwhile_leaves_it_to_the_next_one(
 ) -> None:
     job = RestingJob(plane)
     job.hold(15)
-    written = threading.Event()
+    begun, written = threading.Event(), threading.Event()
     write = plane.groups.write_copies
 
     def never(order: Any) -> Mapping[int, str]:
-        written.wait(20)
+        begun.set()
+        written.wait(60)
         return dict.fromkeys(range(WORLD), "the controller is gone")
 
     plane.groups.write_copies = never  # type: ignore[method-assign, assignment]
@@ -223,7 +224,7 @@ def test_a_controller_that_is_killed_meanwhile_leaves_it_to_the_next_one(
     assert plane.controller.report(job.id, 1, batch).accepted
     plane.supervisors.done.add(job.id)
     plane.steps(3)
-    assert plane.store.job(job.id).placement_group
+    assert begun.wait(60) and plane.store.job(job.id).placement_group
     plane.groups.write_copies = write  # type: ignore[method-assign]
     plane.controller = plane.new_controller()
     plane.steps()
