@@ -123,6 +123,9 @@ class RunConfig(_Section):
     check stops training, is off by default and run every 20,000 steps where it is on; this one
     reads the parameters once, beside it. A bit flipped in a parameter lives until the next
     update: 1 sees each."""
+    merge_reports_from: int = Field(64, ge=2)
+    """Ranks from which on each node puts its ranks' reports of a step together before they reach
+    the supervisor, and so on upwards; smaller jobs' ranks report straight to it."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     drills: tuple[Drill, ...] = ()
     """Faults to rehearse, each once."""

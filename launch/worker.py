@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from launch.allocator import keep_freed_memory
 from launch.background import run_politely
 from launch.commands import Assignment, Command, RankResult, Report
+from launch.delivery import Delivery
 from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.lifeline import depend_on
 from launch.mailbox import CommandRefusedError, Mailbox
@@ -46,6 +47,8 @@ ORPHAN_S = 15.0
 """How long an idle worker waits for the next supervisor of its job."""
 ADOPTION_POLL_S = 0.2
 REPORT_TIMEOUT_S = 30.0
+RELAYED_S = 2 * REPORT_TIMEOUT_S
+"""Seconds that reports may take to the supervisor by way of the node's relay."""
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +144,10 @@ class Worker:
         supervisor: Any,
         keepers: KeeperHandles = NO_KEEPERS,
         lifeline: tuple[str, int] | None = None,
+        relay: Any = None,
     ) -> RankResult:
-        """Run the whole attempt of one rank; ``lifeline``: the supervisor's.
+        """Run the whole attempt of one rank; ``lifeline``: the supervisor's; ``relay``: what its
+        node's ranks report to, if not to the supervisor itself.
 
         Raises SnapshotError when the state to start from can't be used, RankFailedError
         for everything else that the loop raised.
@@ -168,8 +173,13 @@ class Worker:
                 # train from here on nobody would record.
                 _exit(f"the supervisor is gone: {type(error).__name__}")
 
+        def relayed(batch: Sequence[Report]) -> None:
+            taken = relay.take.remote(assignment.attempt, list(batch))
+            ray.get(taken, timeout=RELAYED_S)
+
+        outbox = Delivery(deliver, relayed if relay is not None else None)
         with rank_log(assignment.log_path, assignment.attempt, assignment.rank) as log:
-            loop = TrainingLoop(assignment, self._mailbox, deliver, stores_of(keepers))
+            loop = TrainingLoop(assignment, self._mailbox, outbox, stores_of(keepers))
             if log is not None:
                 log.step = lambda: loop.step_of_log
             try:

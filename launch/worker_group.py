@@ -17,6 +17,7 @@ import logging
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from launch.process_end import GONE_S, end_processes
 from launch.rank_errors import in_one_line
 from launch.rank_group import NodeSilentError, RankEnd, Seat
 from launch.replicas import partners
+from launch.report_tree import ReportTree
 from launch.snapshots import SnapshotKey
 from launch.stacks import TAKE_S, Stack, stacks_of
 
@@ -91,6 +93,7 @@ class WorkerGroup:
         self._ends: dict[int, RankEnd] = {}
         self._on_change = on_change
         self._lifeline = Lifeline(ray.util.get_node_ip_address())
+        self._tree = ReportTree(owner)
         self._settled: set[Any] = set()
         """References whose answer is here. Ray tells of them: asking it fifty times a second
         cost a supervisor more than all its records did."""
@@ -136,6 +139,7 @@ class WorkerGroup:
         keepers = {name: named_actor(name) for name in order}
         self._enlist(keepers)
         keepers |= {name: named_actor(name) for name in self._held if name not in keepers}
+        relays = self._relays(assignments[0])
         for worker, seat, assignment in zip(self._ranks, self._seats, assignments, strict=True):
             ring = _ring(order, seat.keeper, assignment)
             holding = _holding(self._held, assignment)
@@ -154,10 +158,21 @@ class WorkerGroup:
                 held_nbytes=own.total_nbytes if own is not None else 0,
             )
             worker.run = worker.actor.run.remote(
-                assignment, self._owner, handles, self._lifeline.where
+                assignment,
+                self._owner,
+                handles,
+                self._lifeline.where,
+                relays.get(seat.node_id),
             )
             worker.log = str(assignment.log_path)
             self._follow(worker.run)
+
+    def _relays(self, assignment: Assignment) -> dict[str, Any]:
+        """Whom the ranks of each node report to, where that isn't the supervisor."""
+        if assignment.world_size < assignment.run.merge_reports_from:
+            return {}
+        nodes = Counter(seat.node_id for seat in self._seats)
+        return self._tree.begin(assignment.attempt, list(nodes.items()))
 
     def _enlist(self, keepers: Mapping[str, Any]) -> None:
         """Let each node's keeper know the processes of its ranks, which may outlive us."""
@@ -272,6 +287,7 @@ class WorkerGroup:
         """End ranks and standby workers; there can be no further attempt."""
         self._end_all([*self._ranks, *self._standby])
         self._ranks, self._standby = [], []
+        self._tree.close()
         self._lifeline.close()
 
     def _follow(self, reference: Any) -> None:

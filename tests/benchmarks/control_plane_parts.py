@@ -5,6 +5,7 @@ python -m tests.benchmarks.control_plane_parts PART FOLDER SIZE
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -25,9 +26,11 @@ import uvicorn
 
 from launch.commands import Assignment, Command, RankReport, SnapshotReport
 from launch.rank_group import RankEnd, Seat
+from launch.relay import Relay
+from launch.report_tree import junctions
 from launch.snapshots import SnapshotKey
 from launch.stacks import Stack
-from launch.step_part import StepPart, merged, part_of
+from launch.step_part import Sent
 from monitoring.amax import COLUMNS, encode
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DetectorBank
@@ -53,8 +56,7 @@ PASSES = 20
 RESTARTS = 3
 TENSORS = 1_002
 NODE = 8
-FAN_IN = 32
-"""Parts that one place merges."""
+"""Ranks on a node."""
 
 
 class Plane(ControlPlane):
@@ -310,13 +312,8 @@ def telemetry(folder: Path, world: int) -> dict[str, Any]:
                     record = record_of(whole)
                     watch.add(whole)
         flat_s.append(time.thread_time() - began)
-        level, seconds = _up([sent[i : i + NODE] for i in range(0, world, NODE)])
-        most = max(seconds)
-        while len(level) > FAN_IN:
-            groups = [level[i : i + FAN_IN] for i in range(0, len(level), FAN_IN)]
-            level, seconds = _up(groups)
-            most = max(most, *seconds)
-        most_s.append(most)
+        level, seconds = _up(sent)
+        most_s.append(max(seconds))
         sizes = sum(map(len, level))
         began = time.thread_time()
         again = None
@@ -336,18 +333,34 @@ def telemetry(folder: Path, world: int) -> dict[str, Any]:
     }
 
 
-def _up(groups: Sequence[Sequence[bytes]]) -> tuple[list[bytes], list[float]]:
-    """Each group merged at its place: what it sends on, and the seconds that took."""
-    sent, seconds = [], []
-    for group in groups:
+def _up(sent: Sequence[bytes]) -> tuple[list[bytes], list[float]]:
+    """A step of all ranks through the relays that their job would have: what reaches the
+    supervisor, and each relay's seconds."""
+    nodes = [len(sent[i : i + NODE]) for i in range(0, len(sent), NODE)]
+    places = junctions(nodes)
+    heard: dict[int | None, list[bytes]] = {
+        number: list(sent[number * NODE :][:NODE]) for number in range(len(nodes))
+    }
+    seconds = []
+    for number, place in enumerate(places):
         began = time.thread_time()
-        found = [one for message in group for one in pickle.loads(message)]
-        parts = [one for one in found if isinstance(one, StepPart)]
-        alone = [one for one in found if isinstance(one, RankReport)]
-        whole = merged([*parts, part_of(*alone)] if alone else parts)
-        sent.append(pickle.dumps([whole]))
+        passed_on = asyncio.run(_passed_on(heard.pop(number), place.ranks))
         seconds.append(time.thread_time() - began)
-    return sent, seconds
+        heard.setdefault(place.above, []).extend(passed_on)
+    return heard[None], seconds
+
+
+async def _passed_on(heard: Sequence[bytes], ranks: int) -> list[bytes]:
+    """What one relay sends up of a step that it is sent by several at once."""
+    messages: list[bytes] = []
+
+    async def forward(batch: Sequence[Sent]) -> None:
+        messages.append(pickle.dumps(list(batch)))
+
+    relay = Relay()
+    await relay.begin(1, ranks, forward)
+    await asyncio.gather(*(relay.take(1, pickle.loads(message)) for message in heard))
+    return messages
 
 
 class Ranks:

@@ -17,6 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from launch.keeper import Keeper
 from launch.rank_group import Seat
+from launch.relay import NotOurAttemptError
+from launch.report_tree import NotReceivedError, ReportTree
+from launch.step_part import Sent
 from launch.worker_group import WorkerGroup
 from monitoring.job_view import split_timelines
 from orchestrator.node_slot import NodeSlot
@@ -32,6 +35,7 @@ from orchestrator.supervision.supervisor import Supervisor
 from tests.cluster.supervised import JOB, StoringController, SupervisedJob, small_spec
 from tests.cluster.test_worker_group import IdleWorker, assigned, runs, until
 from tests.incidents.local_ranks import run_job
+from tests.unit.test_step_part import plain
 
 NODES = 2
 
@@ -190,6 +194,46 @@ def test_a_node_that_does_not_answer_holds_up_no_end_and_is_asked_again(cluster:
         ray.kill(keeper)
 
 
+class Listener:
+    """A supervisor that only listens."""
+
+    def __init__(self) -> None:
+        self._received: list[Sent] = []
+
+    def report(self, sent: list[Sent]) -> None:
+        self._received += sent
+
+    def received(self) -> list[Sent]:
+        return self._received
+
+
+def test_relays_of_several_levels_bring_the_supervisor_one_part_of_a_step_each(
+    cluster: Cluster,
+) -> None:
+    listener = ray.remote(Listener).options(num_cpus=0).remote()
+    nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
+    assert len(nodes) == NODES + 1
+    tree = ReportTree(listener, fan_in=2)
+    for attempt in (1, 2):
+        relays = tree.begin(attempt, [(node, 2) for node in nodes])
+        sent = [
+            relays[node].take.remote(attempt, [plain(2 * place + own, attempt=attempt)])
+            for place, node in enumerate(nodes)
+            for own in range(2)
+        ]
+        ray.get(sent, timeout=60)
+    with pytest.raises(NotOurAttemptError):
+        ray.get(relays[nodes[0]].take.remote(1, [plain(0)]), timeout=60)
+    received = ray.get(listener.received.remote())
+    parts = sorted((one.attempt, one.ranks.tolist()) for one in received)
+    assert parts == [(a, ranks) for a in (1, 2) for ranks in ([0, 1, 2, 3], [4, 5])]
+    ray.kill(listener)
+    # What no supervisor received is not taken, and says so to who sent it.
+    with pytest.raises(NotReceivedError):
+        ray.get(relays[nodes[2]].take.remote(2, [plain(4, 1), plain(5, 1)]), timeout=60)
+    tree.close()
+
+
 def test_a_lost_nodes_rank_goes_on_elsewhere_from_its_partners_copy_to_the_bit(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -200,6 +244,7 @@ def test_a_lost_nodes_rank_goes_on_elsewhere_from_its_partners_copy_to_the_bit(
         num_nodes=NODES,
         slots_per_node=1,
         resources={"standby": False},
+        merge_reports_from=NODES,
     )
     assert spec.snapshots.replicas == 1
     with SpreadJob(spec, tmp_path) as job:

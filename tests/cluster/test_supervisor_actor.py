@@ -29,11 +29,16 @@ def losses(steps: list[StepRecord]) -> list[tuple[int, str]]:
 
 def rank_pids() -> set[int]:
     """This Ray's living rank processes."""
+    return pids_of("Worker")
+
+
+def pids_of(actor: str) -> set[int]:
+    """This Ray's living processes of actors of a class."""
     pids = set()
     for child in psutil.Process().children(recursive=True):
         # It may end between being listed and being asked; a zombie has ended.
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any("ray::Worker" in part for part in child.cmdline()[:1]):
+            if any(f"ray::{actor}" in part for part in child.cmdline()[:1]):
                 pids.add(child.pid)
     return pids
 
@@ -48,8 +53,12 @@ def test_a_surge_is_answered_in_place_and_the_layer_returns_to_fp8(tmp_path: Pat
         drills=[{"kind": "weight_surge", "step": 33, "layer": 1, "factor": 64}],
         recovery={"calm_steps": 12},
         resources={"standby": False},
+        merge_reports_from=2,
     )
     with SupervisedJob(spec, tmp_path) as job:
+        job.wait_for_step(8)
+        (relay,) = pids_of("RelayActor")
+        psutil.Process(relay).kill()
         told = job.wait()
         assert kinds(told["actions"]) == ["layer_fallback", "return_to_fp8"]
         fallback = told["actions"][0]
@@ -75,6 +84,7 @@ def test_a_killed_rank_costs_the_steps_since_the_snapshot_and_no_bit(tmp_path: P
         tmp_path,
         training=_steps(tmp_path, 40),
         drills=[{"kind": "kill_rank", "step": 23, "rank": 1}],
+        merge_reports_from=2,
     )
     with SupervisedJob(disturbed, tmp_path / "b") as job:
         told = job.wait()
@@ -102,7 +112,12 @@ def test_a_stop_leaves_a_checkpoint_that_the_next_attempt_starts_from(tmp_path: 
 def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_next_goes_on(
     tmp_path: Path,
 ) -> None:
-    spec = small_spec(tmp_path, training=_steps(tmp_path, 60), resources={"standby": False})
+    spec = small_spec(
+        tmp_path,
+        training=_steps(tmp_path, 60),
+        resources={"standby": False},
+        merge_reports_from=2,
+    )
     with SupervisedJob(spec, tmp_path) as job:
         job.wait_for_step(22)
         before = rank_pids()

@@ -42,7 +42,12 @@ class IdleWorker:
         return not self.ran
 
     def run(
-        self, assignment: Any, supervisor: Any, keepers: KeeperHandles, lifeline: tuple[str, int]
+        self,
+        assignment: Any,
+        supervisor: Any,
+        keepers: KeeperHandles,
+        lifeline: tuple[str, int],
+        relay: Any,
     ) -> RankResult:
         self.ran = True
         socket.create_connection(lifeline).close()
@@ -88,8 +93,9 @@ def seats() -> list[Seat]:
 
 
 def assigned(rank: int, fault: str) -> Any:
-    run = SimpleNamespace(snapshots=SimpleNamespace(replicas=0))
-    return SimpleNamespace(rank=rank, fault=fault, run=run, restore=None, fallbacks=(), log_path="")
+    run = SimpleNamespace(snapshots=SimpleNamespace(replicas=0), merge_reports_from=SLOTS + 1)
+    place = {"rank": rank, "world_size": SLOTS, "restore": None, "fallbacks": ()}
+    return SimpleNamespace(**place, fault=fault, run=run, log_path="")
 
 
 def launched(group: WorkerGroup, fault: str = "", faulty: int = 1) -> list[int]:
