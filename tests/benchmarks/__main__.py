@@ -36,7 +36,15 @@ BENCHMARKS = (
     "bench_control_plane",
     "bench_goodput",
 )
-ROWS = frozenset({"bench_control_plane", "bench_goodput"})
+ROWS = frozenset(
+    {
+        "bench_overhead",
+        "bench_start",
+        "bench_rank_killed",
+        "bench_control_plane",
+        "bench_goodput",
+    }
+)
 """Those that write rows."""
 
 
