@@ -164,6 +164,6 @@ def add_controls(app: FastAPI, controller: Controller, found: Found, bell: Bell)
         """What became of a control; `wait` for it."""
         if not re.fullmatch(KEY, key):
             raise UnknownControlError(row.id, key)
-        read = partial(store.control, row.id, key)
+        read = partial(store.controls.one, row.id, key)
         answered = await bell.held(wait, read, lambda asked: asked.state != "accepted")
         return answered.to_json()

@@ -177,7 +177,7 @@ def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
             **_backend(store, row),
             RANK_PEAK: rank_peak_tokens_per_s(row.spec),
             "checkpoint_step": _checkpoint_step(store, row.id),
-            "attempts": store.attempts(row.id),
+            "attempts": store.attempts.of(row.id),
             "spec": spec_data(row.spec),
         }
 
@@ -200,7 +200,7 @@ def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
     ) -> dict[str, Any]:
         """Incidents, actions, and what supervisors knew beside steps; `limit` of each kind."""
         # Read first: of the steps before it, everything else is told here.
-        newest = store.newest_step(row.id)
+        newest = store.past.newest_step(row.id)
         places = [int(word) for word in after.split(".")]
         reads = (store.pages.incidents, store.pages.actions, store.pages.contexts)
         pages = [read(row.id, at, limit) for read, at in zip(reads, places, strict=True)]
@@ -220,7 +220,7 @@ def _add_growing(app: FastAPI, store: Store, found: Found, bell: Bell) -> None:
     def read(kind: str, job: str, after: int, limit: int) -> tuple[JobRow, Rows]:
         # The job first: once it is settled, what is read after that is all.
         now = store.job(job)
-        rows = store.events if kind == "events" else store.steps
+        rows = store.past.events if kind == "events" else store.past.steps
         return now, rows(job, after, limit)
 
     async def page(kind: str, job: str, after: int, limit: int, wait: float) -> dict[str, Any]:
@@ -259,13 +259,13 @@ def _add_growing(app: FastAPI, store: Store, found: Found, bell: Bell) -> None:
 
 
 def _checkpoint_step(store: Store, job: str) -> int | None:
-    written = store.newest_event(job, ("checkpoint_written",))
+    written = store.past.newest_event(job, ("checkpoint_written",))
     return None if written is None else int(written["detail"]["step"])
 
 
 def _backend(store: Store, row: JobRow) -> dict[str, str]:
     """What the linears run on and why: as the ranks told, or as far as the spec tells."""
-    newest = store.newest_event(row.id, ("attempt_started", "backend_chosen"))
+    newest = store.past.newest_event(row.id, ("attempt_started", "backend_chosen"))
     known = {} if newest is None else newest["detail"]
     foretold = backend_detail(backend_of(row.spec))
     return {key: str(known.get(key, value)) for key, value in foretold.items()}

@@ -86,8 +86,8 @@ def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) 
         def read() -> tuple[JobRow, list[dict[str, Any]], list[dict[str, Any]]]:
             # The job first: once it is settled, what is read after that is all.
             now = store.job(row.id)
-            rows = store.steps(row.id, step, PAGE) if steps else []
-            return now, store.events(row.id, event, PAGE), rows
+            rows = store.past.steps(row.id, step, PAGE) if steps else []
+            return now, store.past.events(row.id, event, PAGE), rows
 
         while True:
             seen = controller.changes()

@@ -188,7 +188,7 @@ class Controller:
             (Path(before.job_dir) / "spec.yaml").write_text(spec_yaml(spec))
         else:
             self.store.change(job, Cause.RESUME_ASKED, reason, now)
-        if (told := ladder_renewed(self.store.actions(job))) is not None:
+        if (told := ladder_renewed(self.store.past.actions(job))) is not None:
             self.store.note(job, EventDraft(told.kind, now, told.message, told.detail))
         self._notify()
         return self.store.job(job)
@@ -200,12 +200,12 @@ class Controller:
         ``ControlRefusedError`` for what is known to be in vain, and ``ControlConflictError``.
         """
         row = self.store.job(job)
-        if not self.store.knows_control(job, control.key):
+        if not self.store.controls.knows(job, control.key):
             refused = in_vain(job, row.state, control.kind)
             refused = refused or refused_at_once(control, row.spec, row.step)
             if refused:
                 raise ControlRefusedError(refused)
-        asked = self.store.ask(job, control)
+        asked = self.store.controls.ask(job, control)
         self._notify()
         return asked
 
@@ -230,17 +230,17 @@ class Controller:
         row = self.store.job(job)
         if row.attempt == attempt and (missing := self._mend(row)):
             raise NoNodesError(f"{job} {missing}")
-        resume = self.store.begin_attempt(job, reason, self._clock(), after=attempt)
+        resume = self.store.attempts.begin(job, reason, self._clock(), after=attempt)
         self._notify()
         return resume
 
     def history(self, job: str) -> JobHistory:
         """All that is stored of a job's past."""
-        return self.store.history(job)
+        return self.store.past.history(job)
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Store a batch in one transaction."""
-        answer = self.store.record(job, attempt, batch, self._clock())
+        answer = self.store.attempts.record(job, attempt, batch, self._clock())
         if not answer.accepted:
             logger.warning("refused batch %d of %s: %s", batch.sequence, job, answer.reason)
         self._notify(wake=batch.transition is not None)
@@ -264,7 +264,7 @@ class Controller:
     def step(self, now: float) -> bool:
         """One pass: each job that isn't at rest takes one transition at most. Whether any did."""
         rows, version = self.store.tended.all()
-        self._open = self.store.open_controls()
+        self._open = self.store.controls.open()
         self._holding = [r for r in rows if r.nodes]
         moved = False
         for row in rows:
@@ -405,7 +405,7 @@ class Controller:
         if self._mend(row, holding=self._holding):
             return self._stop_without_ranks(row, now)
         why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
-        self._supervisors.start(self.store.begin_attempt(row.id, why, now))
+        self._supervisors.start(self.store.attempts.begin(row.id, why, now))
         return True
 
     def _stop_without_ranks(self, row: JobRow, now: float) -> bool:
@@ -423,7 +423,7 @@ class Controller:
         waits = words.raised and words.told.startswith(NoNodesError.__name__)
         action = None
         if not waits:
-            action = supervisor_lost(row, self.store.actions(row.id), now, words)
+            action = supervisor_lost(row, self.store.past.actions(row.id), now, words)
         if action is None:
             told = "the supervisor was lost after it had decided on the next attempt"
             if waits:
@@ -443,7 +443,7 @@ class Controller:
             actions=(action,),
             transition=transition,
         )
-        self.store.decide(row.id, batch, now)
+        self.store.attempts.decide(row.id, batch, now)
         return True
 
     def _tend_cancelling(self, row: JobRow, presence: Presence, now: float) -> bool:

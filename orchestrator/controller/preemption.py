@@ -72,24 +72,24 @@ class Preemption:
         """
         if row.state is not JobState.RUNNING or row.spec.resources.min_nodes is None:
             return
-        began = self._store.attempts(row.id)[-1]["started_at"]
+        began = self._store.attempts.of(row.id)[-1]["started_at"]
         if now - began < GROW_AFTER_S or not (nodes := self._desk.could_grow(row, now)):
             return
         reason = f"{nodes} of the {row.spec.num_nodes} nodes that it wants are there"
         if not in_vain(row.id, row.state, "preempt"):
             key = f"grow-{row.attempt}"
-            self._store.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
+            self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
     def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
         reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"
         control = Control(_key(row, victim), "preempt", THE_QUEUE, now, reason)
         if not in_vain(victim.id, victim.state, "preempt"):
-            self._store.ask(victim.id, control)
+            self._store.controls.ask(victim.id, control)
 
     def _refused(self, row: JobRow, victim: JobRow) -> bool:
         """Whether it could not go when this job asked for it."""
         try:
-            return self._store.control(victim.id, _key(row, victim)).state == "refused"
+            return self._store.controls.one(victim.id, _key(row, victim)).state == "refused"
         except UnknownControlError:
             return False
 

@@ -67,7 +67,7 @@ class Webhooks:
 
     def send_due(self) -> int:
         """Try each notification whose time has come, once; how many there were."""
-        due = self._store.due_webhooks(self._clock())
+        due = self._store.webhooks.due(self._clock())
         for delivery in due:
             self._send(delivery)
         return len(due)
@@ -85,11 +85,11 @@ class Webhooks:
         if not trouble:
             told = f"{where} was told that the job is {delivery.body['state']}."
             event = EventDraft("webhook_sent", now, told, {"webhook": delivery.id, "tries": tries})
-            self._store.settle_webhook(delivery, event)
+            self._store.webhooks.settle(delivery, event)
         elif again and tries < MOST_TRIES:
             wait_s = min(RETRY_S[0] * 2**delivery.tries, RETRY_S[1])
             logger.warning("%s: %s; again in %.0f s", where, trouble, wait_s)
-            self._store.postpone_webhook(delivery, now + wait_s)
+            self._store.webhooks.postpone(delivery, now + wait_s)
         else:
             self._give_up(delivery, where, f"{trouble}, in {tries} tries" if again else trouble)
 
@@ -97,7 +97,7 @@ class Webhooks:
         told = f"{where} was not told that the job is {delivery.body['state']}: {why}."
         logger.warning("%s: %s", delivery.job, told)
         event = EventDraft("webhook_failed", self._clock(), told, {"webhook": delivery.id})
-        self._store.settle_webhook(delivery, event)
+        self._store.webhooks.settle(delivery, event)
 
 
 def check_webhook(spec: JobSpec, file: str, environ: Mapping[str, str]) -> None:

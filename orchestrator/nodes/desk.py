@@ -190,9 +190,9 @@ class NodeDesk:
         nothing."""
         nodes = self._groups.capacities()
         addresses = machine_addresses(nodes)
-        drilled = self._store.events_of_attempt(row.id, row.attempt, "drill")
+        drilled = self._store.past.events_of_attempt(row.id, row.attempt, "drill")
         rehearsed = {e["detail"]["rank"] for e in drilled}
-        seen = self._store.incidents(row.id, row.attempt)
+        seen = self._store.past.incidents(row.id, row.attempt)
         cases = accused(seen, row.nodes, rehearsed, addresses, row.id)
         cases += self._failed_checks(row, addresses)
         need = need_of(row.spec)
@@ -397,7 +397,7 @@ class NodeDesk:
     def _failed_checks(self, row: JobRow, addresses: dict[str, str]) -> list[Accusation]:
         """What preflight found of the attempt's nodes."""
         found = []
-        for event in self._store.events_of_attempt(row.id, row.attempt, "preflight_failed"):
+        for event in self._store.past.events_of_attempt(row.id, row.attempt, "preflight_failed"):
             for node_id, failure in event["detail"]["failed"].items():
                 found.append(
                     Accusation(

@@ -67,7 +67,7 @@ class Rescue:
 
     def _run(self, job: str, held: Mapping[int, Inventory]) -> None:
         try:
-            for event in self._rescue(self._store.resume_state(job), held):
+            for event in self._rescue(self._store.attempts.resume_state(job), held):
                 self._store.note(job, event)
         except Exception:
             logger.exception("the newest state of %s in memory could not be looked after", job)

@@ -61,17 +61,17 @@ class JobTrace:
 def trace_of_store(store: Store, row: JobRow) -> JobTrace:
     """A job's records in ``store``."""
     at_rest = row.state.terminal or row.state is JobState.PAUSED
-    newest = store.newest_step(row.id)
+    newest = store.past.newest_step(row.id)
     return _trace(
         row.id,
         row.spec,
         newest,
         not at_rest,
-        lambda after: store.steps(row.id, after, PAGE),
-        _pages(lambda after: store.events(row.id, after, PAGE)),
-        store.incidents(row.id),
-        store.actions(row.id),
-        store.contexts(row.id),
+        lambda after: store.past.steps(row.id, after, PAGE),
+        _pages(lambda after: store.past.events(row.id, after, PAGE)),
+        store.past.incidents(row.id),
+        store.past.actions(row.id),
+        store.past.contexts(row.id),
     )
 
 

@@ -10,19 +10,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy.engine import Connection
 
+from orchestrator.store.engine import Writes
 from orchestrator.store.errors import StoreUnavailableError, passing_trouble
 
 Result = TypeVar("Result")
-
-
-class Transaction(Protocol):
-    """Opens a transaction; ``job``: whose rows it may change."""
-
-    def __call__(self, *job: str) -> AbstractContextManager[Connection]: ...
 
 
 @dataclass(eq=False)
@@ -37,7 +32,7 @@ class _Call:
 class GroupCommit:
     """Of one store; ``writing`` is held by whoever writes to it."""
 
-    def __init__(self, writing: AbstractContextManager[Any], write: Transaction) -> None:
+    def __init__(self, writing: AbstractContextManager[Any], write: Writes) -> None:
         self._writing = writing
         self._write = write
         self._adding = threading.Lock()

@@ -7,8 +7,7 @@ kept; what is read back is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 import sqlalchemy as sa
@@ -22,10 +21,9 @@ from orchestrator.placement.quarantine import (
     judge,
 )
 from orchestrator.spec.config import QuarantineConfig
+from orchestrator.store.engine import Reads, Writes
 from orchestrator.store.rows import add_event, stored_job
 from orchestrator.store.tables import accusations, quarantines
-
-Transaction = Callable[[], AbstractContextManager[Connection]]
 
 REMEMBERED = 1000
 """Newest quarantines that are read."""
@@ -34,7 +32,7 @@ REMEMBERED = 1000
 class NodeRecords:
     """Accusations and quarantines of a store; ``writing`` and ``reading`` are its transactions."""
 
-    def __init__(self, writing: Transaction, reading: Transaction) -> None:
+    def __init__(self, writing: Writes, reading: Reads) -> None:
         self._writing = writing
         self._reading = reading
 

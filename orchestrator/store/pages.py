@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection, RowMapping
+from sqlalchemy.engine import RowMapping
 
 from orchestrator.lifecycle import JobState
 from orchestrator.store.controls import ControlRow, stored_controls
+from orchestrator.store.engine import Reads
 from orchestrator.store.rows import (
     JOB,
     JobRow,
@@ -53,7 +53,7 @@ class AmbiguousJobError(ValueError):
 class Pages:
     """Reads of one store; ``read`` opens a connection of it."""
 
-    def __init__(self, read: Callable[[], AbstractContextManager[Connection]]) -> None:
+    def __init__(self, read: Reads) -> None:
         self._read = read
 
     def jobs(

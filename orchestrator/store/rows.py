@@ -1,4 +1,4 @@
-"""Rows of the store's tables: what they mean, and the statements that write one.
+"""Rows of the store's tables: what they mean, and how the plainest are read and written.
 
 Promises: every function works inside the caller's transaction and begins none.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,25 +16,13 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, RowMapping
 
 from orchestrator.events import EventDraft
-from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state, state_named
+from orchestrator.lifecycle import JobState, state_named
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.asks import Asks, asks_of
 from orchestrator.placement.fair_queue import Ticket
-from orchestrator.protocol import StepContext, SupervisorBatch
-from orchestrator.recovery.controls import answered
+from orchestrator.protocol import StepContext
 from orchestrator.spec.job import JobSpec
-from orchestrator.store.controls import answer_controls, answer_the_rest
-from orchestrator.store.tables import (
-    actions,
-    attempts,
-    contexts,
-    detector_states,
-    events,
-    incidents,
-    jobs,
-    steps,
-)
-from orchestrator.store.webhooks import add_webhook
+from orchestrator.store.tables import events, jobs
 
 
 class UnknownJobError(KeyError):
@@ -194,14 +182,6 @@ def step_context(row: RowMapping) -> StepContext:
     )
 
 
-def begun_after(db: Connection, row: RowMapping, after: int, reason: str) -> bool:
-    """Whether the current attempt is the answer to the same question, asked before."""
-    asked = sa.and_(attempts.c.job == row["id"], attempts.c.attempt == row["attempt"])
-    begun = db.execute(sa.select(attempts).where(asked)).mappings().one()
-    same = begun["reason"] == reason and begun["sequence"] == 0
-    return same and row["attempt"] == after + 1
-
-
 @functools.lru_cache(maxsize=1024)
 def stored_spec(text: str) -> JobSpec:
     """A stored spec; the same text is read again and again."""
@@ -224,142 +204,3 @@ def add_events(db: Connection, jobs: Iterable[Sequence[Any]], event: EventDraft)
     rows = [{"job": job, "attempt": attempt, **told} for job, attempt in jobs]
     if rows:
         db.execute(sa.insert(events), rows)
-
-
-def set_state(
-    db: Connection,
-    row: RowMapping,
-    cause: Cause,
-    after: JobState,
-    reason: str,
-    time: float,
-    detail: Mapping[str, Any],
-    *,
-    brief: bool = False,
-) -> None:
-    """Write a transition that the table allows, with its event; none if nothing changes.
-
-    ``brief``: another event has told the reason; this one says the cause only.
-    """
-    if row["state"] == after.word:
-        return
-    values: dict[str, Any] = {"state": after.word, "reason": reason}
-    if after is JobState.STARTING and row["started_at"] is None:
-        values["started_at"] = time
-    if after.terminal:
-        values["ended_at"] = time
-    db.execute(sa.update(jobs).where(jobs.c.id == row["id"]).values(values))
-    told = {"from": row["state"], "to": after.word, "cause": cause.value, **detail}
-    message = f"{after.word}: {cause.value if brief or not reason else reason}"
-    add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
-    if after.terminal or after is JobState.PAUSED or cause is Cause.PREEMPTED:
-        now_stored = stored_job(db, row["id"])
-        if cause is not Cause.PREEMPTED:
-            config = stored_spec(row["spec"]).notifications
-            standing = stands_at(now_stored["step"], now_stored["goes_on_at"])
-            add_webhook(db, now_stored, config, after, cause, reason, time, standing)
-        step = now_stored["step"]
-        for control, answer in answer_the_rest(db, row["id"], after, step, reason, time):
-            notice = answered(control, answer)
-            draft = EventDraft(notice.kind, time, notice.message, notice.detail)
-            add_event(db, row["id"], row["attempt"], draft)
-
-
-def set_detector_state(db: Connection, job: str, text: str) -> None:
-    """Write what the detectors of a job have learnt, in place of what they had."""
-    mine = detector_states.c.job == job
-    replaced = db.execute(sa.update(detector_states).where(mine).values(body=text))
-    if not replaced.rowcount:
-        db.execute(sa.insert(detector_states).values(job=job, body=text))
-
-
-def detector_state_of(db: Connection, job: str) -> Any:
-    """What the detectors of a job had learnt; None where nothing is stored."""
-    mine = sa.select(detector_states.c.body).where(detector_states.c.job == job)
-    text = db.execute(mine).scalar_one_or_none()
-    if text is None:
-        # Of an older Octavo.
-        column = sa.select(jobs.c.detector_state).where(jobs.c.id == job)
-        text = db.execute(column).scalar_one_or_none()
-    return json.loads(text) if text else None
-
-
-def transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:
-    """Why the supervisor's transition can't be, or an empty string."""
-    if transition is None:
-        return ""
-    wanted, cause = transition
-    try:
-        after = next_state(state, cause)
-    except TransitionRefused as refused:
-        return str(refused)
-    # A supervisor that hasn't heard of the cancellation means well: the table decides.
-    if after is not wanted and state is not JobState.CANCELLING:
-        return str(TransitionRefused(state, cause, wanted))
-    return ""
-
-
-def store_batch(
-    db: Connection, row: RowMapping, attempt: int, batch: SupervisorBatch, time: float
-) -> None:
-    """Write all that a batch tells, its transition last."""
-    job = row["id"]
-    place = {"job": job, "attempt": attempt}
-    for event in batch.events:
-        add_event(db, job, attempt, event)
-    if batch.steps:
-        rows = [
-            {
-                **place,
-                "timeline": s["timeline"],
-                "step": s["step"],
-                "drills": ",".join(map(str, s.get("drills", ()))),
-                "batch": s["batch"],
-                "body": dump(dict(s)),
-            }
-            for s in batch.steps
-        ]
-        db.execute(sa.insert(steps), rows)
-    if batch.contexts:
-        known = [
-            {
-                "job": job,
-                "attempt": c.attempt,
-                "timeline": c.timeline,
-                "step": c.step,
-                "held": ",".join(map(str, c.held)),
-                "decides": int(c.decides),
-                "ended": int(c.ended),
-            }
-            for c in batch.contexts
-        ]
-        db.execute(sa.insert(contexts), known)
-    for table, records in (
-        (incidents, [dict(i) for i in batch.incidents]),
-        (actions, [a.to_json() for a in batch.actions]),
-    ):
-        for record in records:
-            found = {k: record[k] for k in ("timeline", "step", "kind")}
-            db.execute(sa.insert(table).values({**place, **found, "body": dump(record)}))
-    changed: dict[str, Any] = {}
-    if batch.steps:
-        newest = batch.steps[-1]
-        loss = float(newest["loss"])
-        changed = {"step": newest["step"], "timeline": newest["timeline"], "goes_on_at": None}
-        # Databases differ in what they do with NaN; the step's own body keeps it.
-        changed["loss"] = loss if loss - loss == 0 else None
-    # An action is stored before anything that it leads to.
-    for back in (action for action in batch.actions if action.to_step is not None):
-        changed["goes_on_at"] = back.to_step
-    answer_controls(db, job, batch.answers, time)
-    if batch.detector_state is not None:
-        set_detector_state(db, job, dump(dict(batch.detector_state)))
-        changed["detector_state"] = None
-    if changed:
-        db.execute(sa.update(jobs).where(jobs.c.id == job).values(changed))
-    if batch.transition:
-        cause = batch.transition[1]
-        after = next_state(state_named(row["state"]), cause)
-        told = [e.message for e in batch.events] or [a.reason for a in batch.actions]
-        reason = told[-1] if told else cause.value
-        set_state(db, row, cause, after, reason, time, {}, brief=bool(batch.events))

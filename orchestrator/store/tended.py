@@ -9,14 +9,13 @@ of its database, and one that is opened anew reads everything once; a read that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import sqlalchemy as sa
-from sqlalchemy.engine import Connection
 
 from orchestrator.lifecycle import JobState
+from orchestrator.store.engine import Reads
 from orchestrator.store.rows import JOB, JobRow, job_row
 from orchestrator.store.tables import jobs
 
@@ -30,7 +29,7 @@ _MOVING = [s.word for s in JobState if not s.terminal and s is not JobState.PAUS
 class TendedJobs:
     """Jobs on their way, and those that hold nodes after their end."""
 
-    def __init__(self, read: Callable[[], AbstractContextManager[Connection]]) -> None:
+    def __init__(self, read: Reads) -> None:
         self._read = read
         self._looking = threading.Lock()
         self._marking = threading.Lock()

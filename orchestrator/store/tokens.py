@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from orchestrator.access import (
     token_hash,
     token_id,
 )
+from orchestrator.store.engine import Reads, Writes
 from orchestrator.store.tables import metadata
 
 tokens = sa.Table(
@@ -45,8 +44,6 @@ tokens = sa.Table(
     sa.Column("revoked_at", sa.Float),
     sqlite_autoincrement=True,
 )
-
-Opens = Callable[[], AbstractContextManager[Connection]]
 
 
 class UnknownTokenError(KeyError):
@@ -97,7 +94,7 @@ class TokenRow:
 class TokenRecords:
     """The tokens of one store; ``write`` and ``read`` open transactions of it."""
 
-    def __init__(self, write: Opens, read: Opens) -> None:
+    def __init__(self, write: Writes, read: Reads) -> None:
         self._write = write
         self._read = read
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Rows of notifications that wait to be posted.
+"""Notifications that wait to be posted.
 
-Promises: every function works inside the caller's transaction and begins none; a
-notification is written with the transition that it tells.
+Promises: one is written with the transition that it tells, in the caller's transaction; it stays
+due until it is settled, which an event of its job tells.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, RowMapping
 
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.spec.config import NotificationsConfig
+from orchestrator.store.engine import Reads, Writes
+from orchestrator.store.rows import add_event, stored_job, stored_spec
 from orchestrator.store.tables import jobs, webhooks
 
 VERSION = 1
@@ -64,7 +67,40 @@ def add_webhook(
     db.execute(sa.insert(webhooks).values(row))
 
 
-def due_webhooks(db: Connection, now: float, limit: int = 20) -> list[RowMapping]:
+class WebhookRecords:
+    """The notifications of a store; ``writing`` and ``reading`` are its transactions."""
+
+    def __init__(self, writing: Writes, reading: Reads) -> None:
+        self._writing = writing
+        self._reading = reading
+
+    def due(self, now: float) -> list[Delivery]:
+        """Notifications whose time has come, oldest first."""
+        with self._reading() as db:
+            return [
+                Delivery(
+                    row["id"],
+                    row["job"],
+                    json.loads(row["body"]),
+                    row["tries"],
+                    stored_spec(row["spec"]).notifications,
+                )
+                for row in _due(db, now)
+            ]
+
+    def postpone(self, delivery: Delivery, due_at: float) -> None:
+        """It did not arrive; the next try is at ``due_at``."""
+        with self._writing() as db:
+            _set_due(db, delivery.id, due_at)
+
+    def settle(self, delivery: Delivery, event: EventDraft) -> None:
+        """It arrived or is given up, which ``event`` tells."""
+        with self._writing() as db:
+            _set_due(db, delivery.id, None)
+            add_event(db, delivery.job, stored_job(db, delivery.job)["attempt"], event)
+
+
+def _due(db: Connection, now: float, limit: int = 20) -> list[RowMapping]:
     """Rows of those whose time has come, with their job's spec, oldest first."""
     query = (
         sa.select(webhooks, jobs.c.spec)
@@ -76,7 +112,7 @@ def due_webhooks(db: Connection, now: float, limit: int = 20) -> list[RowMapping
     return list(db.execute(query).mappings())
 
 
-def set_due(db: Connection, id_: int, due_at: float | None) -> None:
+def _set_due(db: Connection, id_: int, due_at: float | None) -> None:
     """One more try was made; the next is at ``due_at``, or none is."""
     values = {"tries": webhooks.c.tries + 1, "due_at": due_at}
     db.execute(sa.update(webhooks).where(webhooks.c.id == id_).values(values))

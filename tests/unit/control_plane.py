@@ -209,4 +209,4 @@ class ControlPlane:
         return self.store.job(job).state.word
 
     def told(self, job: str, kind: str) -> list[str]:
-        return [e["message"] for e in self.store.events(job) if e["kind"] == kind]
+        return [e["message"] for e in self.store.past.events(job) if e["kind"] == kind]

@@ -28,13 +28,13 @@ class StoringController:
         self.store = store
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
-        return self.store.record(job, attempt, batch, 0.0)
+        return self.store.attempts.record(job, attempt, batch, 0.0)
 
     def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
-        return self.store.begin_attempt(job, reason, 0.0, after=attempt)
+        return self.store.attempts.begin(job, reason, 0.0, after=attempt)
 
     def history(self, job: str) -> JobHistory:
-        return self.store.history(job)
+        return self.store.past.history(job)
 
 
 class StoredJob(Bench):
@@ -49,14 +49,14 @@ class StoredJob(Bench):
         self.ranks = ScriptedRanks(script or Script())
         self.now = 1000.0
         self.pauses: list[float] = []
-        self.take_over(self.store.begin_attempt(JOB, "first start", 0.0))
+        self.take_over(self.store.attempts.begin(JOB, "first start", 0.0))
 
     def lose_supervisor(self) -> None:
         """The supervisor is gone with its ranks; the controller decides, and starts another."""
         self.supervision._journal.flush(10.0)
         self.supervision.close()
         action = supervisor_lost(
-            self.store.job(JOB), self.store.actions(JOB), self.now, LastWords()
+            self.store.job(JOB), self.store.past.actions(JOB), self.now, LastWords()
         )
         assert action is not None
         told = tuple(
@@ -68,11 +68,11 @@ class StoredJob(Bench):
         batch = SupervisorBatch(
             0, events=told, incidents=(row,), actions=(action,), transition=lost
         )
-        self.store.decide(JOB, batch, self.now)
+        self.store.attempts.decide(JOB, batch, self.now)
         self.ranks.running = False
         self.ranks.ends = {}
         self.ranks.closed = False
-        self.take_over(self.store.begin_attempt(JOB, action.reason, self.now))
+        self.take_over(self.store.attempts.begin(JOB, action.reason, self.now))
 
     def trace(self, *, goes_on: bool = False) -> JobTrace:
         """All that is stored; as of a job at rest, or of one that goes on."""

@@ -97,7 +97,7 @@ def test_asking_at_once_with_one_key_stores_it_once(plane: ControlPlane, api: Te
     for thread in threads:
         thread.join()
     assert codes == [202] * 8
-    assert len(plane.store.controls(job)) == 1
+    assert len(plane.store.controls.of(job)) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_can_not_be_is_refused_and_not_stored(
     refused = api.post(f"/v1/jobs/{job}/{path}", json=body)
     assert refused.status_code == status and told in refused.json()["error"]
     assert is_problem(refused)
-    assert plane.store.controls(job) == []
+    assert plane.store.controls.of(job) == []
 
 
 def test_unknown_jobs_and_keys_are_not_found(api: TestClient, plane: ControlPlane) -> None:
@@ -209,7 +209,7 @@ def test_the_commands_wait_say_the_step_and_fail_with_why_not(
     words = ["rollback", job, "--to-step", "20", "--skip", "21,23-24", "--key", "mine"]
     assert call([*words, "--no-wait"]) == 0
     assert f"{job} rollback accepted, key mine" in capsys.readouterr().out
-    (stored,) = plane.store.controls(job)
+    (stored,) = plane.store.controls.of(job)
     assert stored.control.skip_batches == (21, 23, 24)
     answer(plane, job, 2, ControlAnswer("mine", "applied", "Training goes on from step 20.", 20))
     assert call(words) == 0, "the same one"
@@ -219,7 +219,7 @@ def test_the_commands_wait_say_the_step_and_fail_with_why_not(
 
     def refuse() -> None:
         seen = plane.controller.changes()
-        while not plane.store.knows_control(job, "x"):
+        while not plane.store.controls.knows(job, "x"):
             seen = plane.controller.wait_for_change(seen, 0.05)
         answer(plane, job, 3, ControlAnswer("x", "refused", "there is no such step", 30))
 
@@ -238,7 +238,7 @@ def test_the_commands_wait_say_the_step_and_fail_with_why_not(
     assert call(["pause", "nobody"]) == 102
     assert call(["rollback", job, "--to-step", "1", "--skip", "7-3"]) == 2
     assert call(["pause", job, "--no-wait", "-o", "json"]) == 0
-    assert plane.store.controls(job)[-1].control.by
+    assert plane.store.controls.of(job)[-1].control.by
 
 
 def test_batches_are_read_in_numbers_and_spans() -> None:

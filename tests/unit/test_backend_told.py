@@ -143,7 +143,7 @@ class TestShown:
             assert (shown["backend"], shown["backend_warning"]) == ("native", "")
             plane.steps(3)
             event = EventDraft("backend_chosen", 1.0, "…", backend_detail(CHOSEN))
-            taken = plane.store.record(
+            taken = plane.store.attempts.record(
                 job, plane.store.job(job).attempt, SupervisorBatch(1, events=(event,)), 1.0
             )
             assert taken.accepted, taken

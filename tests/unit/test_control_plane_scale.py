@@ -322,10 +322,10 @@ class TestSteps:
             second = SupervisorBatch(2, steps=({**step, "step": 1},))
             assert plane.controller.report(job, 1, second).accepted
         assert not any("detector_state" in statement for statement in said.statements)
-        assert plane.store.resume_state(job).detector_state == learnt
+        assert plane.store.attempts.resume_state(job).detector_state == learnt
         again = SupervisorBatch(3, steps=({**step, "step": 2},), detector_state={"past": "y"})
         assert plane.controller.report(job, 1, again).accepted
-        assert plane.store.resume_state(job).detector_state == {"past": "y"}
+        assert plane.store.attempts.resume_state(job).detector_state == {"past": "y"}
 
     def test_batches_of_many_jobs_that_come_at_once_wait_for_the_disk_once(
         self, together: Together
@@ -359,7 +359,7 @@ class TestSteps:
             if len(calls) == 3:
                 raise full
 
-        monkeypatch.setattr("orchestrator.store.database.store_batch", fails)
+        monkeypatch.setattr("orchestrator.store.attempts.store_batch", fails)
         batches = {job: SupervisorBatch(1, steps=(STEP,)) for job in together.jobs}
         commits, answers = together.told(batches)
         assert commits == 0 and set(answers.values()) == {full}
@@ -374,7 +374,7 @@ class TestSteps:
         (job,) = plane.supervisors.alive
         with plane.store._engine.begin() as db:
             db.exec_driver_sql("UPDATE jobs SET detector_state = '{\"past\": 1}'")
-        assert plane.store.resume_state(job).detector_state == {"past": 1}
+        assert plane.store.attempts.resume_state(job).detector_state == {"past": 1}
 
 
 def as_it_is_defined(

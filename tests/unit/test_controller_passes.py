@@ -125,8 +125,8 @@ def test_a_lost_supervisor_is_an_incident_with_an_action_that_every_reader_sees(
     job = running(plane)
     plane.supervisors.done.add(job)
     plane.steps()
-    (incident,) = plane.store.incidents(job)
-    (action,) = plane.store.actions(job)
+    (incident,) = plane.store.past.incidents(job)
+    (action,) = plane.store.past.actions(job)
     assert (incident.kind, incident.detector, incident.attempt) == (
         "supervisor_lost",
         "controller",
@@ -154,7 +154,7 @@ def test_a_supervisor_that_raises_twice_without_a_step_fails_the_job_with_what_i
     for _ in range(2):
         plane.supervisors.done.add(job)
         plane.steps(2)
-    assert [a.kind for a in plane.store.actions(job)] == ["restart", "fail"]
+    assert [a.kind for a in plane.store.past.actions(job)] == ["restart", "fail"]
     row = plane.store.job(job)
     assert row.state is JobState.FAILED
     assert row.reason.endswith("was lost, and its ranks with it: ValueError: no such thing.")
@@ -164,8 +164,8 @@ def test_a_reason_is_told_once_and_kept_with_the_job(plane: ControlPlane) -> Non
     job = running(plane)
     plane.supervisors.done.add(job)
     plane.steps(2)
-    (action,) = plane.store.actions(job)
-    told = [e["message"] for e in plane.store.events(job)]
+    (action,) = plane.store.past.actions(job)
+    told = [e["message"] for e in plane.store.past.events(job)]
     assert sum("The supervisor of attempt 1" in message for message in told) == 2
     assert told[-1] == "attempt 2: Restart from the newest state that all ranks have"
     assert plane.told(job, "state")[-1] == "recovering: supervisor lost"
@@ -178,7 +178,7 @@ def test_a_supervisor_lost_after_it_decided_on_a_restart_is_not_counted_twice(
     job = running(plane)
     plane.supervisors.done.add(job)
     plane.steps()
-    decided = plane.store.actions(job)[0]
+    decided = plane.store.past.actions(job)[0]
     plane.steps()
     own = replace(decided, attempt=2)
     moved = (JobState.RECOVERING, Cause.RANK_LOST)
@@ -187,7 +187,7 @@ def test_a_supervisor_lost_after_it_decided_on_a_restart_is_not_counted_twice(
     ).accepted
     plane.supervisors.done.add(job)
     plane.steps(2)
-    assert plane.store.actions(job) == [decided, own]
+    assert plane.store.past.actions(job) == [decided, own]
     assert [r.attempt for r in plane.supervisors.started] == [1, 2, 3]
 
 
@@ -200,7 +200,7 @@ def test_supervisors_that_keep_dying_end_the_job_within_its_budget(plane: Contro
     row = plane.store.job(job)
     assert row.state is JobState.PAUSED
     assert "The supervisor of attempt 3 was lost" in row.reason
-    why = [p.why for p in plane.store.actions(job)[-1].passed_over if p.rung == "restart"]
+    why = [p.why for p in plane.store.past.actions(job)[-1].passed_over if p.rung == "restart"]
     assert why == ["2 of recovery.max_restarts = 2 are used"]
     assert [r.attempt for r in plane.supervisors.started] == [1, 2, 3]
     assert plane.groups.held == {}
@@ -221,7 +221,7 @@ def test_a_controller_that_died_before_starting_the_supervisor_starts_the_next_a
 ) -> None:
     job = plane.submit()
     plane.steps()
-    plane.store.begin_attempt(job, "first start", plane.now)
+    plane.store.attempts.begin(job, "first start", plane.now)
     plane.controller = plane.new_controller()
     plane.steps()
     assert [r.attempt for r in plane.supervisors.started] == [2]

@@ -93,7 +93,7 @@ def test_asked_to_end_it_pauses_what_runs_and_keeps_whose_jobs_they_were(
     (home.path / STOP).touch()
     service = Service(home, "127.0.0.1:1", 1, grace_s=0.3)
     assert service.hold() == 0
-    (asked,) = plane.store.controls(running)
+    (asked,) = plane.store.controls.of(running)
     assert asked.control.kind == "pause"
     assert not (home.path / STOP).exists()
     assert json.loads((home.path / PAUSED).read_text()) == [running]

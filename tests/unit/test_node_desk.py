@@ -178,7 +178,7 @@ def test_where_no_other_node_is_free_the_job_goes_on_and_says_so_or_waits(
         assert (row.state.word, row.attempt) == ("recovering", attempt)
         assert "left out: 10.0.0.1 (node0)" in row.reason
         # Waiting for nodes is nobody's loss: the ladder was not asked again.
-        assert len(plane.store.actions(job)) == 1
+        assert len(plane.store.past.actions(job)) == 1
         tell(plane, busy, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
         plane.supervisors.done.add(busy)
         plane.steps(4)
@@ -302,7 +302,7 @@ class TestPreemption:
         low = running(plane, "low", notifications={"webhook": "https://example.com/hook"})
         high = plane.submit("high", resources={"priority": 5})
         plane.steps(3)
-        (row,) = plane.store.controls(low)
+        (row,) = plane.store.controls.of(low)
         control = row.control
         assert (control.kind, control.by, row.state) == ("preempt", "the queue", "accepted")
         assert control.reason == f"{high} has priority 5, this job 0"
@@ -311,8 +311,8 @@ class TestPreemption:
         told = EventDraft("ended", plane.now, "Back into the queue.", {})
         tell(plane, low, events=(told,), transition=(JobState.QUEUED, Cause.PREEMPTED))
         plane.supervisors.done.add(low)
-        assert plane.store.controls(low)[0].state == "applied"
-        assert plane.store.due_webhooks(plane.now) == []
+        assert plane.store.controls.of(low)[0].state == "applied"
+        assert plane.store.webhooks.due(plane.now) == []
         plane.steps(3)
         assert (plane.state(low), plane.state(high)) == ("queued", "starting")
         tell(plane, high, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
@@ -329,10 +329,10 @@ class TestPreemption:
         low = running(plane, "low")
         plane.submit("high", resources={"priority": 5})
         plane.steps(2)
-        key = plane.store.controls(low)[0].control.key
+        key = plane.store.controls.of(low)[0].control.key
         tell(plane, low, answers=(ControlAnswer(key, "refused", "no disk", 3),))
         plane.steps(3)
-        assert len(plane.store.controls(low)) == 1
+        assert len(plane.store.controls.of(low)) == 1
         assert plane.state(low) == "running"
 
     @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ class TestPreemption:
         job = running(plane, "low", resources=low)
         plane.submit("high", resources=high)
         plane.steps(3)
-        assert plane.store.controls(job) == []
+        assert plane.store.controls.of(job) == []
 
     def test_nobody_is_preempted_for_nodes_that_are_coming_back_anyway(
         self, tmp_path: Path
@@ -356,7 +356,7 @@ class TestPreemption:
         tell(plane, ending, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
         high = plane.submit("high", resources={"priority": 5})
         plane.steps(2)
-        assert plane.store.controls(low) == []
+        assert plane.store.controls.of(low) == []
         assert plane.store.job(high).reason.endswith(f"waits for {ending} to give nodes back")
 
     def test_spares_of_a_less_important_job_go_before_its_ranks(self, tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ class TestPreemption:
         plane.steps(3)
         assert (where(plane, high), where(plane, low)) == (["node1"], ["node0"])
         assert (plane.state(low), spares(plane, low)) == ("running", [])
-        assert plane.store.controls(low) == []
+        assert plane.store.controls.of(low) == []
         assert plane.told(low, "spares_given_up") == [
             f"Its spares, 10.0.0.2 (node1), go to {high}, which has a higher priority."
         ]
@@ -382,7 +382,7 @@ class TestPreemption:
         plane.groups.dead.add("node1")
         plane.supervisors.done.add(high)
         plane.steps(4)
-        (row,) = plane.store.controls(low)
+        (row,) = plane.store.controls.of(low)
         assert row.control.kind == "preempt"
         assert plane.store.job(high).reason.endswith(f"waits for {low} to give nodes back")
         tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))

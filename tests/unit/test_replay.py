@@ -141,7 +141,7 @@ class TestOwnPolicy:
     ) -> None:
         job = stored(Script(spike=lambda step, batch: batch in (30, 47)))
         job.train(31)
-        while len(job.store.actions(JOB)) < 2:
+        while len(job.store.past.actions(JOB)) < 2:
             job.train(1)
         # The newest record's action might as well have been stored a moment later.
         trace = job.trace(goes_on=True)
@@ -186,7 +186,7 @@ class TestOwnPolicy:
             "exchange": {"kind": "exchange", "to": "bf16"},
         }.items():
             asked = Control(key=key, by="ada", time=job.now, **control)  # type: ignore[arg-type]
-            job.store.ask(JOB, asked)
+            job.store.controls.ask(JOB, asked)
             job.supervision.ask([asked])
             job.train(7)
         job.lose_supervisor()

@@ -33,7 +33,7 @@ def test_a_job_goes_on_with_the_degrees_asked_for(plane: ControlPlane) -> None:
     assert row.state.word == "queued"
     assert (row.spec.parallelism.data, row.spec.slots_per_node) == (1, 2)
     assert row.spec.training.train_batch_size == 16
-    (event,) = [e for e in plane.controller.store.events(job) if e["kind"] == "degrees"]
+    (event,) = [e for e in plane.controller.store.past.events(job) if e["kind"] == "degrees"]
     assert "pipeline 2, data 1" in event["message"]
 
 

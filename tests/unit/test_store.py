@@ -55,7 +55,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def started(store: Store, job: str = JOB, **changes: Any) -> str:
     store.add_job(job, toy_spec(**changes), f"/jobs/{job}", "toy.yaml", 1.0)
     store.grant(job, "cd" * 18, [NODE], 2.0)
-    store.begin_attempt(job, "first", 3.0)
+    store.attempts.begin(job, "first", 3.0)
     return job
 
 
@@ -98,59 +98,59 @@ def test_a_job_is_stored_as_submitted_and_survives_reopening(tmp_path: Path) -> 
 def test_an_unknown_job_is_named(store: Store) -> None:
     with pytest.raises(UnknownJobError, match="'none-000000'"):
         store.job("none-000000")
-    assert not store.record("none-000000", 1, SupervisorBatch(1), 1.0).accepted
+    assert not store.attempts.record("none-000000", 1, SupervisorBatch(1), 1.0).accepted
 
 
 def test_a_batch_of_an_older_attempt_is_refused_whole(store: Store) -> None:
     job = started(store)
-    store.begin_attempt(job, "rank lost", 4.0)
+    store.attempts.begin(job, "rank lost", 4.0)
     late = SupervisorBatch(
         1, events=(event("late"),), steps=(step(0),), actions=(action("skip_step"),)
     )
-    answer = store.record(job, 1, late, 5.0)
+    answer = store.attempts.record(job, 1, late, 5.0)
     assert not answer.accepted
     assert "attempt 1 is over, 2 is current" in answer.reason
-    assert store.steps(job) == [] and store.actions(job) == []
-    assert "late" not in [e["message"] for e in store.events(job)]
-    assert store.record(job, 2, replace(late, steps=(step(0, attempt=2),)), 5.0).accepted
+    assert store.past.steps(job) == [] and store.past.actions(job) == []
+    assert "late" not in [e["message"] for e in store.past.events(job)]
+    assert store.attempts.record(job, 2, replace(late, steps=(step(0, attempt=2),)), 5.0).accepted
 
 
 def test_a_batch_sent_twice_is_stored_once_and_acknowledged_twice(store: Store) -> None:
     job = started(store)
     batch = SupervisorBatch(1, steps=(step(0), step(1)))
-    assert store.record(job, 1, batch, 5.0).accepted
-    assert store.record(job, 1, batch, 6.0).accepted
-    assert [s["step"] for s in store.steps(job)] == [0, 1]
+    assert store.attempts.record(job, 1, batch, 5.0).accepted
+    assert store.attempts.record(job, 1, batch, 6.0).accepted
+    assert [s["step"] for s in store.past.steps(job)] == [0, 1]
 
 
 def test_a_batch_ahead_of_a_lost_one_is_refused_and_taken_later(store: Store) -> None:
     job = started(store)
-    assert store.record(job, 1, SupervisorBatch(2), 5.0).reason == "batch 1 comes before 2"
-    assert store.record(job, 1, SupervisorBatch(1), 5.0).accepted
-    assert store.record(job, 1, SupervisorBatch(2), 5.0).accepted
+    assert store.attempts.record(job, 1, SupervisorBatch(2), 5.0).reason == "batch 1 comes before 2"
+    assert store.attempts.record(job, 1, SupervisorBatch(1), 5.0).accepted
+    assert store.attempts.record(job, 1, SupervisorBatch(2), 5.0).accepted
 
 
 def test_a_batch_with_a_transition_that_is_not_allowed_stores_nothing(store: Store) -> None:
     job = started(store)
     bad = SupervisorBatch(1, steps=(step(0),), transition=(JobState.PAUSED, Cause.RECOVERED))
-    answer = store.record(job, 1, bad, 5.0)
+    answer = store.attempts.record(job, 1, bad, 5.0)
     assert not answer.accepted and "recovered" in answer.reason
     wrong_target = replace(bad, transition=(JobState.FAILED, Cause.FIRST_STEP))
-    assert not store.record(job, 1, wrong_target, 5.0).accepted
-    assert store.steps(job) == []
+    assert not store.attempts.record(job, 1, wrong_target, 5.0).accepted
+    assert store.past.steps(job) == []
     assert store.job(job).state is JobState.STARTING
 
 
 def test_a_failure_in_the_middle_of_a_batch_leaves_nothing_behind(store: Store) -> None:
     job = started(store)
     unstorable = step(1) | {"loss": float("nan")}
-    before = store.events(job)
+    before = store.past.events(job)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        store.record(
+        store.attempts.record(
             job, 1, SupervisorBatch(1, events=(event("a"),), steps=(step(0), unstorable)), 5.0
         )
-    assert store.events(job) == before
-    assert store.record(job, 1, SupervisorBatch(1, events=(event("a"),)), 5.0).accepted
+    assert store.past.events(job) == before
+    assert store.attempts.record(job, 1, SupervisorBatch(1, events=(event("a"),)), 5.0).accepted
 
 
 def test_a_late_first_step_does_not_undo_a_cancellation_but_its_records_are_kept(
@@ -159,47 +159,47 @@ def test_a_late_first_step_does_not_undo_a_cancellation_but_its_records_are_kept
     job = started(store)
     store.change(job, Cause.CANCEL_ASKED, "asked", 4.0)
     late = SupervisorBatch(1, steps=(step(0),), transition=(JobState.RUNNING, Cause.FIRST_STEP))
-    assert store.record(job, 1, late, 5.0).accepted
+    assert store.attempts.record(job, 1, late, 5.0).accepted
     assert store.job(job).state is JobState.CANCELLING
-    assert len(store.steps(job)) == 1
+    assert len(store.past.steps(job)) == 1
 
 
 def test_nothing_is_recorded_after_a_job_ended(store: Store) -> None:
     job = started(store)
     done = SupervisorBatch(1, steps=(step(0),), transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
-    assert store.record(job, 1, done, 7.0).accepted
+    assert store.attempts.record(job, 1, done, 7.0).accepted
     row = store.job(job)
     assert (row.state, row.ended_at, row.step) == (JobState.SUCCEEDED, 7.0, 0)
-    answer = store.record(job, 1, SupervisorBatch(2, steps=(step(1),)), 8.0)
+    answer = store.attempts.record(job, 1, SupervisorBatch(2, steps=(step(1),)), 8.0)
     assert not answer.accepted and "succeeded" in answer.reason
     with pytest.raises(TransitionRefused):
         store.change(job, Cause.CANCEL_ASKED, "too late", 9.0)
     with pytest.raises(TransitionRefused):
-        store.begin_attempt(job, "again", 9.0)
+        store.attempts.begin(job, "again", 9.0)
 
 
 def test_a_supervisor_begins_an_attempt_only_after_its_own(store: Store) -> None:
     job = started(store)
-    second = store.begin_attempt(job, "rank lost", 4.0, after=1)
+    second = store.attempts.begin(job, "rank lost", 4.0, after=1)
     assert second.attempt == 2
-    assert store.begin_attempt(job, "rank lost", 4.5, after=1).attempt == 2, "its answer was lost"
+    assert store.attempts.begin(job, "rank lost", 4.5, after=1).attempt == 2, "its answer was lost"
     with pytest.raises(FencedError, match="attempt 1 is over, 2 is current"):
-        store.begin_attempt(job, "rank died", 5.0, after=1)
-    assert store.record(job, 2, SupervisorBatch(1, steps=(step(0),)), 6.0).accepted
+        store.attempts.begin(job, "rank died", 5.0, after=1)
+    assert store.attempts.record(job, 2, SupervisorBatch(1, steps=(step(0),)), 6.0).accepted
     with pytest.raises(FencedError):
-        store.begin_attempt(job, "rank lost", 7.0, after=1)
-    assert [row["attempt"] for row in store.attempts(job)] == [1, 2]
+        store.attempts.begin(job, "rank lost", 7.0, after=1)
+    assert [row["attempt"] for row in store.attempts.of(job)] == [1, 2]
 
 
 def test_no_attempt_begins_without_nodes_or_while_cancelling(store: Store) -> None:
     store.add_job(JOB, toy_spec(), "/jobs/x", "toy.yaml", 1.0)
     with pytest.raises(TransitionRefused):
-        store.begin_attempt(JOB, "first", 2.0)
+        store.attempts.begin(JOB, "first", 2.0)
     store.grant(JOB, "pg", [NODE], 2.0)
     store.change(JOB, Cause.CANCEL_ASKED, "asked", 3.0)
     with pytest.raises(TransitionRefused):
-        store.begin_attempt(JOB, "first", 4.0)
-    assert store.attempts(JOB) == []
+        store.attempts.begin(JOB, "first", 4.0)
+    assert store.attempts.of(JOB) == []
 
 
 def test_event_ids_only_grow_and_pages_join_without_gap_or_overlap(store: Store) -> None:
@@ -208,12 +208,12 @@ def test_event_ids_only_grow_and_pages_join_without_gap_or_overlap(store: Store)
     for n in range(1, 6):
         for job in (JOB, "toy-00000b"):
             batch = SupervisorBatch(n, events=(event(f"{job} {n}"),), steps=(step(n),))
-            assert store.record(job, 1, batch, 5.0).accepted
-    everything = store.events(JOB)
+            assert store.attempts.record(job, 1, batch, 5.0).accepted
+    everything = store.past.events(JOB)
     ids = [e["id"] for e in everything]
     assert ids == sorted(set(ids))
     paged: list[dict[str, Any]] = []
-    while page := store.events(JOB, after=paged[-1]["id"] if paged else 0, limit=2):
+    while page := store.past.events(JOB, after=paged[-1]["id"] if paged else 0, limit=2):
         assert len(page) <= 2
         paged += page
     assert paged == everything
@@ -224,7 +224,7 @@ def test_waiting_is_told_once_as_long_as_its_reason_stays(store: Store) -> None:
     store.add_job(JOB, toy_spec(), "/jobs/x", "toy.yaml", 1.0)
     for reason in ("needs 4, 2 free", "needs 4, 2 free", "needs 4, 3 free"):
         store.wait(JOB, reason, 2.0)
-    told = [e["message"] for e in store.events(JOB) if e["kind"] == "waiting"]
+    told = [e["message"] for e in store.past.events(JOB) if e["kind"] == "waiting"]
     assert told == ["needs 4, 2 free", "needs 4, 3 free"]
     assert store.job(JOB).reason == "needs 4, 3 free"
 
@@ -241,22 +241,22 @@ def test_steps_and_incidents_and_actions_come_back_without_loss(store: Store) ->
         passed_over=(PassedOver("skip_step", "twice"),),
     )
     batch = SupervisorBatch(1, (), (record,), (incident.to_json(),), (decision,))
-    assert store.record(job, 1, batch, 5.0).accepted
-    (stored,) = store.steps(job)
+    assert store.attempts.record(job, 1, batch, 5.0).accepted
+    (stored,) = store.past.steps(job)
     assert {k: v for k, v in stored.items() if k != "id"} == record
     assert StepRecord.from_json({k: v for k, v in stored.items() if k != "id"}).skipped
-    assert str(store.incidents(job)) == str([incident])
-    assert str(store.actions(job)) == str([decision])
+    assert str(store.past.incidents(job)) == str([incident])
+    assert str(store.past.actions(job)) == str([decision])
     assert store.job(job).loss is None
 
 
 def test_the_next_supervisors_report_begins_with_the_job(store: Store, tmp_path: Path) -> None:
     started(store)
     told = SupervisorBatch(sequence=1, events=(event("hello"),), steps=(step(0), step(1)))
-    assert store.record(JOB, 1, told, 20.0).accepted
-    resume = store.begin_attempt(JOB, "supervisor lost", 21.0)
+    assert store.attempts.record(JOB, 1, told, 20.0).accepted
+    resume = store.attempts.begin(JOB, "supervisor lost", 21.0)
     outbox = Outbox(Unreachable(), JOB, resume.attempt)
-    journal = Journal(resume, outbox, history=store.history(JOB))
+    journal = Journal(resume, outbox, history=store.past.history(JOB))
     journal.recorded(StepRecord.from_json(step(2, attempt=2)))
     view = journal.view(JobState.RUNNING)
     assert [(record.attempt, record.step) for record in view.steps] == [(1, 0), (1, 1), (2, 2)]
@@ -280,8 +280,8 @@ def test_the_resume_state_is_the_sum_of_the_stored_actions(store: Store) -> None
         actions=made,
         detector_state={"window": [1, 2]},
     )
-    assert store.record(job, 1, batch, 5.0).accepted
-    resume = store.begin_attempt(job, "rank lost", 6.0)
+    assert store.attempts.record(job, 1, batch, 5.0).accepted
+    resume = store.attempts.begin(job, "rank lost", 6.0)
     assert (resume.attempt, resume.timeline, resume.step) == (2, 3, 1)
     assert resume.ledger == (6, 7, 8)
     assert resume.precision == {layer: "bf16"}
@@ -299,8 +299,8 @@ def test_the_next_attempt_knows_the_batch_that_each_of_the_newest_steps_had_last
     job = started(store)
     again = [step(n, timeline=1, batch=n + 2) for n in range(590, 595)]
     batch = SupervisorBatch(1, steps=(*(step(n) for n in range(600)), *again))
-    assert store.record(job, 1, batch, 5.0).accepted
-    known = store.begin_attempt(job, "lost", 5.0).batches
+    assert store.attempts.record(job, 1, batch, 5.0).accepted
+    known = store.attempts.begin(job, "lost", 5.0).batches
     assert (known[589], known[590], known[594], known[595]) == (589, 592, 596, 595)
     assert len(known) == NEWEST_STEPS - len(again) and 0 not in known
 
@@ -313,8 +313,10 @@ def test_a_drill_that_killed_its_rank_does_not_fire_again(store: Store) -> None:
     ]
     job = started(store, drills=drills)
     died = Incident("rank_died", "supervisor", 1, 0, 18, 18, 5.0, "rank 1 died", ranks=(1,))
-    assert store.record(job, 1, SupervisorBatch(1, incidents=(died.to_json(),)), 5.0).accepted
-    assert store.begin_attempt(job, "rank died", 6.0).fired_drills == (0,)
+    assert store.attempts.record(
+        job, 1, SupervisorBatch(1, incidents=(died.to_json(),)), 5.0
+    ).accepted
+    assert store.attempts.begin(job, "rank died", 6.0).fired_drills == (0,)
 
 
 def test_writers_in_many_threads_lose_nothing(store: Store) -> None:
@@ -322,7 +324,7 @@ def test_writers_in_many_threads_lose_nothing(store: Store) -> None:
 
     def write(job: str) -> None:
         for n in range(1, 21):
-            assert store.record(job, 1, SupervisorBatch(n, steps=(step(n),)), 5.0).accepted
+            assert store.attempts.record(job, 1, SupervisorBatch(n, steps=(step(n),)), 5.0).accepted
 
     threads = [threading.Thread(target=write, args=(job,)) for job in jobs]
     for thread in threads:
@@ -330,7 +332,7 @@ def test_writers_in_many_threads_lose_nothing(store: Store) -> None:
     for thread in threads:
         thread.join()
     for job in jobs:
-        assert [s["step"] for s in store.steps(job)] == list(range(1, 21))
+        assert [s["step"] for s in store.past.steps(job)] == list(range(1, 21))
 
 
 def test_step_records_are_kept_small_and_older_plain_ones_are_still_read(
@@ -340,7 +342,7 @@ def test_step_records_are_kept_small_and_older_plain_ones_are_still_read(
     stats = [0.123456, 57344.0, 0.25, 1.5, 0.0]
     tensors = {f"layers.{i}.mlp.down/{role}": stats for i in range(9) for role in ("input", "w")}
     wide = step(0) | {"tensors": tensors}
-    store.record(job, 1, SupervisorBatch(1, steps=(wide,)), 4.0)
+    store.attempts.record(job, 1, SupervisorBatch(1, steps=(wide,)), 4.0)
     with sqlite3.connect(f"{tmp_path}/store.db") as db:
         ((size,),) = db.execute("select length(body) from steps")
         plain = json.dumps(step(1))
@@ -349,7 +351,7 @@ def test_step_records_are_kept_small_and_older_plain_ones_are_still_read(
             (job, plain),
         )
     assert size < len(json.dumps(wide)) / 2
-    first, second = store.steps(job)
+    first, second = store.past.steps(job)
     assert first == {"id": first["id"], **wide}
     assert second == {"id": second["id"], **step(1)}
 
@@ -358,7 +360,7 @@ class TestPassingTrouble:
     def test_a_store_that_somebody_holds_is_told_apart_and_works_afterwards(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("orchestrator.store.database.BUSY_MS", 50)
+        monkeypatch.setattr("orchestrator.store.engine.BUSY_MS", 50)
         store = Store(f"sqlite:///{tmp_path}/store.db")
         other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")

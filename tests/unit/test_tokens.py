@@ -83,7 +83,7 @@ class TestRoles:
             assert answer.status_code == 403 and is_problem(answer), path
             assert answer.json()["type"] == "urn:octavo:role-too-low"
             assert "'reader' has the role read; this needs" in answer.json()["detail"]
-        assert plane.state(job) == "queued" and plane.store.controls(job) == []
+        assert plane.state(job) == "queued" and plane.store.controls.of(job) == []
 
     def test_only_an_admin_may_change_nodes_and_tokens(self, api: TestClient) -> None:
         made(api, "reader", "read")
@@ -107,7 +107,7 @@ class TestOwnership:
                 answer = api.post(f"/v1/jobs/{other}/{path}", json=body, headers=alice)
                 assert answer.status_code == 403 and is_problem(answer)
                 assert answer.json()["type"] == "urn:octavo:not-your-job"
-            assert plane.store.controls(other) == [] and plane.state(other) == "queued"
+            assert plane.store.controls.of(other) == [] and plane.state(other) == "queued"
         paused = api.post(f"/v1/jobs/{own['id']}/pause", json={"by": "bob"}, headers=alice)
         assert paused.status_code == 200 and paused.json()["by"] == "alice"
         gone = api.post(f"/v1/jobs/{own['id']}/cancel", json={"reason": "done"}, headers=alice)

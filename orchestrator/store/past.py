@@ -1,0 +1,104 @@
+"""A job's past, read back: its events, steps, incidents, actions and contexts.
+
+Promises: records come oldest first, in the order they were stored; nothing is lost of one on the
+way there and back; whatever is asked for in pages joins without a gap or an overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from monitoring.records import Incident
+from orchestrator.actions import Action
+from orchestrator.protocol import JobHistory, StepContext
+from orchestrator.store.engine import Reads
+from orchestrator.store.rows import page_of, step_context
+from orchestrator.store.tables import actions, contexts, events, incidents, steps
+
+
+class PastRecords:
+    """What a store has of the past of its jobs; ``reading`` opens a connection of it."""
+
+    def __init__(self, reading: Reads) -> None:
+        self._reading = reading
+
+    def events(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
+        """Events with an id above ``after``, oldest first."""
+        with self._reading() as db:
+            rows = db.execute(page_of(events, job, after, limit)).mappings()
+            return [{**row, "detail": json.loads(row["detail"])} for row in rows]
+
+    def events_of_attempt(self, job: str, attempt: int, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind that an attempt told, oldest first."""
+        query = page_of(events, job, 0, None)
+        query = query.where(events.c.attempt == attempt, events.c.kind == kind)
+        with self._reading() as db:
+            rows = db.execute(query).mappings()
+            return [{**row, "detail": json.loads(row["detail"])} for row in rows]
+
+    def newest_event(self, job: str, kinds: Sequence[str]) -> dict[str, Any] | None:
+        """The last event of any of ``kinds``; None where there is none."""
+        newest = (
+            sa.select(events)
+            .where(events.c.job == job, events.c.kind.in_(kinds))
+            .order_by(events.c.id.desc())
+            .limit(1)
+        )
+        with self._reading() as db:
+            row = db.execute(newest).mappings().one_or_none()
+            return None if row is None else {**row, "detail": json.loads(row["detail"])}
+
+    def steps(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
+        """``StepRecord.to_json()`` with an ``id``, in the order they were stored."""
+        with self._reading() as db:
+            rows = db.execute(page_of(steps, job, after, limit)).mappings()
+            return [{"id": row["id"], **json.loads(row["body"])} for row in rows]
+
+    def newest_step(self, job: str) -> int:
+        """The ``id`` of the newest step record; 0 where there is none."""
+        newest = sa.select(sa.func.max(steps.c.id)).where(steps.c.job == job)
+        with self._reading() as db:
+            return db.execute(newest).scalar_one() or 0
+
+    def incidents(self, job: str, attempt: int | None = None) -> list[Incident]:
+        """All incidents of a job, or of one attempt of it, oldest first."""
+        query = page_of(incidents, job, 0, None)
+        if attempt is not None:
+            query = query.where(incidents.c.attempt == attempt)
+        with self._reading() as db:
+            rows = db.execute(query).mappings()
+            return [Incident.from_json(json.loads(row["body"])) for row in rows]
+
+    def actions(self, job: str) -> list[Action]:
+        """All actions of a job, oldest first."""
+        with self._reading() as db:
+            rows = db.execute(page_of(actions, job, 0, None)).mappings()
+            return [Action.from_json(json.loads(row["body"])) for row in rows]
+
+    def contexts(self, job: str) -> list[StepContext]:
+        """What supervisors knew beside step records, where it was unusual; oldest first."""
+        with self._reading() as db:
+            rows = db.execute(page_of(contexts, job, 0, None)).mappings()
+            return [step_context(row) for row in rows]
+
+    def history(self, job: str) -> JobHistory:
+        """All of a job's past but its per-tensor statistics."""
+        with self._reading() as db:
+            bodies = db.execute(page_of(steps, job, 0, None)).mappings()
+            past = tuple({**json.loads(row["body"]), "tensors": {}} for row in bodies)
+            rows = db.execute(page_of(events, job, 0, None)).mappings()
+            told = tuple(
+                {
+                    "kind": row["kind"],
+                    "time": row["time"],
+                    "message": row["message"],
+                    "detail": json.loads(row["detail"]),
+                }
+                for row in rows
+            )
+        seen = tuple(incident.to_json() for incident in self.incidents(job))
+        return JobHistory(past, seen, told)
