@@ -90,7 +90,7 @@ def _tiles(summary: Row) -> str:
         *([("MFU", measure(summary["mfu_pct"], 3, " %"))] if summary["mfu_pct"] else []),
         ("incidents", str(len(summary["incidents"]))),
         ("rollbacks · restarts", f"{summary['rollbacks']} · {summary['restarts']}"),
-        ("steps redone", str(summary["steps_lost"])),
+        ("steps lost", str(summary["steps_lost"])),
         ("time to recover", measure(summary["time_to_recover_s"], 3, " s")),
         ("useful time", "–" if useful is None else f"{100 * useful:.1f} %"),
     ]

@@ -33,13 +33,12 @@ def lead(view: JobView, summary: Row) -> str:
     if handled := len(troubles - called):
         seconds = summary["time_to_recover_s"]
         speed = f", back in training after {measure(seconds, 3)} s" if seconds is not None else ""
-        sentences.append(
-            f"{counted(handled, 'trouble')} handled without a person: {_cost(summary)}{speed}."
-        )
+        cost = f"{_cost(view, summary)}{speed}"
+        sentences.append(f"{counted(handled, 'trouble')} handled without a person: {cost}.")
     if called:
         sentences.append(_left(len(called), calls[-1], view.state))
         if not handled and summary["steps_lost"]:
-            sentences.append(f"{counted(summary['steps_lost'], 'step')} redone.")
+            sentences.append(f"{_lost(view, summary)}.")
     if by_hand := sum(a.get("asked_by") is not None for a in summary["actions"]):
         sentences.append(f"{counted(by_hand, 'order')} by a person.")
     if view.state in AT_REST:
@@ -76,9 +75,15 @@ def _left(number: int, last: Episode, state: str) -> str:
     return f"{troubles} not handled: paused for a person, and resumed."
 
 
-def _cost(summary: Row) -> str:
+def _cost(view: JobView, summary: Row) -> str:
     back = summary["rollbacks"] + summary["restarts"]
-    return f"{counted(summary['steps_lost'], 'step')} redone" if back else "no step redone"
+    return _lost(view, summary) if back else "no step redone"
+
+
+def _lost(view: JobView, summary: Row) -> str:
+    # Of a job at rest, nobody knows whether they will be done again.
+    what = "lost" if view.state in AT_REST else "redone"
+    return f"{counted(summary['steps_lost'], 'step')} {what}"
 
 
 def _places(found: list[Episode]) -> set[tuple[Any, ...]]:

@@ -30,9 +30,10 @@ class Tally:
     """Returns to an earlier step within an attempt."""
     restarts: int = 0
     steps_lost: int = 0
-    """Recorded steps whose work was given up by a rollback or a restart, to be done again. What a
-    rank had begun and nobody recorded is not counted: nothing of it could have been kept. This is
-    the definition; events and W&B say the same number."""
+    """Recorded steps whose work was given up: by a rollback or a restart, to be done again, or with
+    a job that failed or is paused. What a rank had begun and nobody recorded is not counted:
+    nothing of it could have been kept. This is the definition; events and W&B say the same
+    number."""
     steps_skipped: int = 0
     """Steps whose update was left out."""
     recover_times_s: list[float] = field(default_factory=list)
@@ -46,15 +47,15 @@ class Tally:
 
     def add_action(self, action: Row) -> None:
         """Take in a decision, before the records that follow it."""
+        if action.get("to_step") is not None:
+            # Now, for the job may end, or rest, before it has done them again.
+            self._give_up(int(action["to_step"]))
         if action["kind"] not in GOES_BACK:
             return
         if action["kind"] == "restart" or not action.get("in_place", True):
             self.restarts += 1
         else:
             self.rollbacks += 1
-        if action.get("to_step") is not None:
-            # Now, for the job may end before it has done them again.
-            self._give_up(int(action["to_step"]))
         mark = (int(action["attempt"]), int(action["timeline"]))
         self._pending.append((mark, _began(action)))
 

@@ -48,7 +48,7 @@ class TestJobView:
         assert [r.step for r in kept] == list(range(13))
         assert len(abandoned) == 20
 
-    @pytest.mark.parametrize("kind", ["rollback", "restart"])
+    @pytest.mark.parametrize("kind", ["rollback", "restart", "pause", "fail"])
     def test_steps_that_were_given_up_are_lost_though_the_job_ended_before_any_was_redone(
         self, kind
     ):
