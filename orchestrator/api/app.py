@@ -52,7 +52,7 @@ from orchestrator.api.find import Found
 from orchestrator.api.guard import Guard
 from orchestrator.api.jobs import add_jobs
 from orchestrator.api.logs import add_logs
-from orchestrator.api.models import Health
+from orchestrator.api.models.service import Health
 from orchestrator.api.nodes import add_nodes
 from orchestrator.api.problems import Kind, RefusalError, add_errors
 from orchestrator.api.stream import add_streams

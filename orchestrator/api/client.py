@@ -247,10 +247,18 @@ class Client:
         return self._get(_path(job, "events"), after=after, wait=wait)
 
     def steps(
-        self, job: str, after: int = 0, wait: float = 0, *, tensors: bool = True
+        self,
+        job: str,
+        after: int = 0,
+        wait: float = 0,
+        *,
+        tensors: bool = True,
+        limit: int | None = None,
     ) -> dict[str, Any]:
-        """A page ``{steps, next, state, settled}``."""
-        return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors)
+        """A page ``{steps, next, state, settled}``, of as many steps as the API gives at once or
+        of ``limit``."""
+        few = {} if limit is None else {"limit": limit}
+        return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors, **few)
 
     def records(self, job: str) -> dict[str, Any]:
         """All ``{incidents, actions, contexts, newest_step}``."""

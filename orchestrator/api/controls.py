@@ -21,7 +21,7 @@ from orchestrator.access import Caller
 from orchestrator.api.docs import Submitter, takes, told
 from orchestrator.api.find import Found
 from orchestrator.api.limits import KEY, PAGE, Count, Key, Limit, Line, Wait
-from orchestrator.api.models import ControlPage, ControlShown
+from orchestrator.api.models.controls import ControlPage, ControlShown
 from orchestrator.api.wait import Bell
 from orchestrator.controller.controller import Controller
 from orchestrator.recovery.controls import Control, ControlKind

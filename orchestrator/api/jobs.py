@@ -14,17 +14,9 @@ from monitoring.utilization import RANK_PEAK
 from orchestrator.api.docs import Reader, Submitter, takes, told
 from orchestrator.api.find import Found
 from orchestrator.api.limits import PAGE, After, Key, Limit, Line, Wait, on_one_line
-from orchestrator.api.models import (
-    CompletedSpec,
-    EventPage,
-    IncidentPage,
-    Job,
-    JobDetail,
-    JobPage,
-    RecordPage,
-    State,
-    StepPage,
-)
+from orchestrator.api.models.fields import State
+from orchestrator.api.models.jobs import CompletedSpec, Job, JobDetail, JobPage
+from orchestrator.api.models.records import EventPage, IncidentPage, RecordPage, StepPage
 from orchestrator.api.wait import Bell
 from orchestrator.controller.controller import Controller
 from orchestrator.lifecycle import TransitionRefused, nothing_to_do, state_named

@@ -24,7 +24,7 @@ from monitoring.secrets import secrets_of, without
 from orchestrator.api.docs import told
 from orchestrator.api.find import Found
 from orchestrator.api.limits import LARGEST, After, Wait
-from orchestrator.api.models import LogPiece
+from orchestrator.api.models.logs import LogPiece
 from orchestrator.spec.completion import slots_per_node
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow, settled

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from orchestrator.api.docs import Admin, Reader, takes, told
 from orchestrator.api.limits import PAGE, Limit, Line
-from orchestrator.api.models import Node, NodePage
+from orchestrator.api.models.nodes import Node, NodePage
 from orchestrator.controller.controller import Controller
 
 NodeWord = Annotated[

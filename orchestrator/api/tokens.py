@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from orchestrator.access import NAME, Role
 from orchestrator.api.docs import Admin, Reader, takes, told
 from orchestrator.api.limits import PAGE, Limit
-from orchestrator.api.models import NewToken, RevokedTokens, TokenPage, WhoAmI
+from orchestrator.api.models.tokens import NewToken, RevokedTokens, TokenPage, WhoAmI
 from orchestrator.store.database import Store
 from orchestrator.store.tokens import TokenRow
 
