@@ -23,7 +23,7 @@ from monitoring.job_view import JobView, split_steps
 from monitoring.records import StepRecord
 from monitoring.summary import tally
 from monitoring.utilization import mfu_pct, peaks_of
-from monitoring.watch_layers import layer_bars, precision_lines, visible
+from monitoring.watch_layers import layer_bars, precision_lines, visible, with_statistics
 from monitoring.wording import counted, place
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -39,6 +39,8 @@ GRAPH_WIDTH = 8
 """Columns of a graph at least."""
 RECENT_STEPS = 50
 """Steps whose median time makes the ETA."""
+NO_PACE = frozenset({"queued", "paused", "succeeded", "failed", "cancelled"})
+"""States of a job that takes no steps."""
 
 STATE_STYLE = {
     "running": "green",
@@ -67,7 +69,7 @@ def watch_panel(view: JobView, width: int, height: int | None = None) -> Rendera
         bars = layer_bars(view, kept, inner, min(MOST_BARS, max(free - 6, min(2, free - 2))))
         free -= len(bars) + 1
         parts += [Text(), *bars] if bars else []
-        grid = precision_lines(kept[-1], inner, free - 1)
+        grid = precision_lines(with_statistics(kept), inner, free - 1)
         parts += [Text(), *grid] if grid else []
     parts += [Text(), *_events(told, inner)] if told else []
     style = STATE_STYLE.get(view.state, "cyan")
@@ -158,9 +160,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def eta_s(view: JobView, kept: Sequence[StepRecord]) -> float | None:
-    """Seconds to the end at the recent pace; None before the second step and when done."""
+    """Seconds to the end at the recent pace; None before the second step, and where nothing is on
+    its way there: done, or at rest."""
     total = view.section("training", "steps")
-    if not isinstance(total, int) or len(kept) < 2:
+    if view.state in NO_PACE or not isinstance(total, int) or len(kept) < 2:
         return None
     left = total - 1 - kept[-1].step
     recent = [r.step_time_s for r in kept[-RECENT_STEPS:]]

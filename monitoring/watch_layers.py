@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -26,13 +27,20 @@ TREND_STEPS = 500
 """Newest steps over which growth is told."""
 
 
+def with_statistics(kept: Sequence[StepRecord]) -> StepRecord:
+    """The newest step, with the newest statistics of tensors that there are: not every step has
+    its own."""
+    tensors = next((r.tensors for r in reversed(kept) if r.tensors), kept[-1].tensors)
+    return kept[-1] if kept[-1].tensors else replace(kept[-1], tensors=tensors)
+
+
 def layer_bars(
     view: JobView, kept: Sequence[StepRecord], width: int, most: int
 ) -> list[RenderableType]:
     """A bar each for the layers in most trouble, by their worst operand: its share of clamped
     values, else how many octaves its amax grew; before that is known, how near it is to the FP8
     maximum."""
-    record = kept[-1]
+    record = with_statistics(kept)
     away = frozenset(record.high_precision_layers)
     grown = growth([r for r in kept[-TREND_STEPS:] if r.tensors])
     if grown is None:

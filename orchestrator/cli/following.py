@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,14 @@ from orchestrator.api.client import PATIENCE_S, Client
 from orchestrator.api.client_errors import UnreachableError
 
 CAUGHT_UP = 100
-"""Steps that a page has fewer of where it is the newest one."""
+"""Steps that a poll brings fewer of where it has come to the newest."""
 WHOLE_STEPS = 512
 """Newest steps whose tensors are looked at, as in the report that a supervisor writes."""
 SAMPLES = 64
 """Steps of which a live view keeps the tensors, spread over those that it has seen."""
+FIRST_SAMPLES = 8
+"""Of how many of the newest ``WHOLE_STEPS`` it gets them when it has come to the newest: a job at
+rest has no other."""
 ABSENT_LOOK_S = 0.5
 
 Ask = Callable[..., dict[str, Any]]
@@ -85,8 +89,9 @@ class Following:
         self._steps += steps
         if self._whole:
             self._forget(WHOLE_STEPS)
-        elif steps and steps[-1].tensors:
-            self._sample()
+        elif len(steps) < CAUGHT_UP:
+            with suppress(_Absent):  # the next poll asks again
+                self._get_samples(ask)
         self._events += events
         self.state = told["state"]
         self.settled = bool(told["settled"]) and not events and not steps
@@ -111,9 +116,22 @@ class Following:
                 return
             after = int(page["next"])
 
-    def _sample(self) -> None:
-        """Keep the newest step's statistics beside some of those before, ever further apart."""
-        self._sampled.append(len(self._steps) - 1)
+    def _get_samples(self, ask: Ask) -> None:
+        """Get the statistics of the newest step that has some; the first time also of others."""
+        every = int((self._shown["spec"].get("fp8") or {}).get("statistics_every") or 1)
+        first = max(0, len(self._steps) - WHOLE_STEPS)
+        places = range(first, len(self._steps))
+        measured = [i for i in places if (self._steps[i].step + 1) % every == 0]
+        apart = max(1, len(measured) // FIRST_SAMPLES)
+        wanted = measured[-1:] if self._sampled else measured[::-1][::apart][:FIRST_SAMPLES]
+        for i in sorted(set(wanted).difference(self._sampled)):
+            page = ask(self._client.steps, self.job, self._ids[i] - 1, limit=1)
+            self._steps[i] = _step(page["steps"][0])
+            self._sample(i)
+
+    def _sample(self, newest: int) -> None:
+        """Keep a step's statistics beside some of those before, ever further apart."""
+        self._sampled.append(newest)
         if len(self._sampled) <= SAMPLES:
             return
         for i in self._sampled[1:-1:2]:
@@ -133,9 +151,6 @@ class Following:
         client, after = self._client, self._after["steps"]
         page = ask(client.steps, self.job, after, wait, tensors=self._whole)
         rows = page["steps"]
-        if 0 < len(rows) < CAUGHT_UP and not self._whole:
-            last = ask(client.steps, self.job, rows[-1]["id"] - 1)
-            rows = [*rows[:-1], *last["steps"][:1]]
         return [int(row["id"]) for row in rows], tuple(map(_step, rows)), int(page["next"])
 
     def _once(self, question: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

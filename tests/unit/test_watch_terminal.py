@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import itertools
 import os
 import pty
 import select
@@ -211,7 +212,7 @@ def test_a_controller_that_is_away_is_told_and_waited_for(
             following.poll(patient=False)
     assert [record.step for record in following.poll(patient=False).steps] == [2]
     assert following.absent_s == 0.0
-    assert [bool(record.tensors) for record in following.view().steps] == [False, True, True]
+    assert [bool(record.tensors) for record in following.view().steps] == [True, True, True]
 
 
 def test_a_live_view_keeps_the_tensors_of_a_few_steps_from_the_first_that_it_saw(
@@ -230,6 +231,32 @@ def test_a_live_view_keeps_the_tensors_of_a_few_steps_from_the_first_that_it_saw
         seen = [record.step for record in live.view().steps if record.tensors]
         assert seen[0] == 0 and seen[-1] == n and len(seen) <= 4
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_of_a_job_at_rest_the_layers_are_shown_however_many_steps_it_took(
+    home: Home, plane: ControlPlane, every: int
+) -> None:
+    job = plane.submit(fp8={"statistics_every": every})
+    plane.steps(2)
+    rows = []
+    for n, record in enumerate(itertools.islice(itertools.cycle(recovered_view().steps), 137)):
+        row = record.to_json()
+        rows.append({**row, "step": n, "tensors": {} if (n + 1) % every else row["tensors"]})
+    ended = (JobState.FAILED, Cause.ERROR)
+    batch = SupervisorBatch(1, steps=tuple(rows), transition=ended)
+    plane.controller.report(job, 1, batch)
+    plane.supervisors.done.add(job)
+    plane.steps()
+    server = home.server()
+    assert server is not None
+    at_rest = Following(Client(server.url, home.token()), job, whole=False)
+    while not at_rest.settled:
+        at_rest.poll()
+    panel = io.StringIO()
+    Console(file=panel, width=100).print(watch_panel(at_rest.view(), 100))
+    assert "layers whose amax grew most in" in panel.getvalue()
+    assert "precision: " in panel.getvalue() and " left" not in panel.getvalue()
 
 
 def test_without_a_terminal_it_is_plain_lines_to_the_end(home: Home, plane: ControlPlane) -> None:
