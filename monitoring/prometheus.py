@@ -48,6 +48,10 @@ class JobNumbers:
     """Seconds from troubles to the first steps after them, in the job's life."""
     peak_tokens_per_s: float | None = None
     """Of its ranks at an MFU of 100 %; None: unknown."""
+    submitted_at: float | None = None
+    """When it was submitted, Unix time."""
+    started_at: float | None = None
+    """When it was first given nodes; None while it waits."""
     steps_done: int | None = None
     """Those that count: fewer than ``newest`` says where it was given up; None: as it says."""
 
@@ -115,6 +119,9 @@ GAUGES = {
     "steps_planned": "Steps of the whole job.",
     "attempt": "Number of the present attempt.",
     "nodes": "Nodes that the job holds.",
+    "submitted_timestamp_seconds": "When it was submitted, Unix time.",
+    "started_timestamp_seconds": "When it was first given nodes, Unix time; absent while it waits: "
+    "alert when one has waited for too long.",
     "loss": "Mean cross-entropy of the newest step, nats a token; absent once it is given up.",
     "grad_norm": "Global gradient norm of that step before clipping.",
     "learning_rate": "Learning rate of the newest step.",
@@ -159,6 +166,10 @@ def _values(job: JobNumbers) -> Iterator[tuple[str, float]]:
     yield "steps_planned", job.steps_planned
     yield "attempt", job.attempt
     yield "nodes", job.nodes
+    if job.submitted_at is not None:
+        yield "submitted_timestamp_seconds", job.submitted_at
+    if job.started_at is not None:
+        yield "started_timestamp_seconds", job.started_at
     if job.checkpoint_at is not None:
         yield "checkpoint_timestamp_seconds", job.checkpoint_at
     record = job.newest

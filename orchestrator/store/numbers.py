@@ -62,6 +62,8 @@ def _job(
         steps_planned=row.planned_steps,
         attempt=row.attempt,
         nodes=len(row.nodes),
+        submitted_at=row.submitted_at,
+        started_at=row.started_at,
         fp8_format=row.fp8_format,
         newest=newest,
         peak_tokens_per_s=None if peak is None else peak * ranks,

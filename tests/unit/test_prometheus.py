@@ -97,6 +97,13 @@ def test_what_an_operator_pages_on_can_be_asked(plane: ControlPlane, api: TestCl
     assert told[("octavo_job_recovering_seconds_total", *at)] == 5.0
     assert told[("octavo_job_exchange_bytes", *at)] == 512
     assert told[("octavo_controller_pass_timestamp_seconds",)] == plane.now
+    began = plane.store.job(job)
+    assert told[("octavo_job_submitted_timestamp_seconds", *at)] == began.submitted_at
+    assert told[("octavo_job_started_timestamp_seconds", *at)] == began.started_at
+    waits = plane.submit("waits", num_nodes=50)
+    told = samples(api.get("/metrics").text)
+    assert ("octavo_job_submitted_timestamp_seconds", waits, "waits") in told
+    assert ("octavo_job_started_timestamp_seconds", waits, "waits") not in told
 
 
 def test_odd_names_and_numbers_are_told_as_they_are() -> None:
