@@ -16,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-gpu lint bench incidents faults deploy-hosts audit clean
+.PHONY: install demo test test-unit test-processes test-gpu lint bench incidents faults deploy-hosts audit clean
 
 install: $(STAMP)
 
@@ -35,8 +35,12 @@ demo: install
 	$(BIN)/octavo run deploy/jobs/demo.yaml --out $(OUT)
 
 # Tests within one process share the cores; those that start ranks have all of them.
-test: install
+test: test-unit test-processes
+
+test-unit: install
 	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8 --durations 10
+
+test-processes: install
 	$(BIN)/python -m pytest --ignore tests/unit --durations 30
 
 # What was measured is in OUT; without a GPU everything is skipped, with the reason.
