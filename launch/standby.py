@@ -14,9 +14,12 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 NAMESPACE = "octavo"
+POOLED = "octavo-standby-"
+"""How the names of workers without a job begin; their node's id follows."""
 ANSWER_S = 5.0
 """Seconds that a worker may take to answer; one that still imports doesn't."""
 PING_S = 0.5
@@ -58,17 +61,28 @@ def create_worker(
     )
 
 
-def claim(node_id: str, owner: Any) -> Any:
-    """An idle worker of that node, from now on ``owner``'s; None if there is none."""
+def claim(wanted: Mapping[str, int], owner: Any) -> dict[str, list[Any]]:
+    """Idle workers by node, of each as many as are ``wanted`` there or as there are; from now on
+    ``owner``'s. All nodes are asked at once."""
     import ray
 
-    for actor in _workers(node_id):
-        try:
-            if ray.get(actor.claim.remote(owner), timeout=ANSWER_S):
-                return actor
-        except ray.exceptions.RayError as error:
-            logger.info("a standby worker does not answer: %s", error)
-    return None
+    names = _waiting() if wanted else {}
+    claimed: dict[str, list[Any]] = {node_id: [] for node_id in wanted}
+    while True:
+        asked = {}
+        for node_id, count in wanted.items():
+            for _ in range(count - len(claimed[node_id])):
+                if (actor := _next(names.get(node_id, []))) is not None:
+                    asked[actor.claim.remote(owner)] = (node_id, actor)
+        if not asked:
+            return claimed
+        ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        for reference, (node_id, actor) in asked.items():
+            try:
+                if ray.get(reference, timeout=0):
+                    claimed[node_id].append(actor)
+            except ray.exceptions.RayError as error:
+                logger.info("a standby worker does not answer: %s", error)
 
 
 def orphans(job: str, owner: Any, answer_s: float = PING_S) -> list[Any]:
@@ -78,7 +92,9 @@ def orphans(job: str, owner: Any, answer_s: float = PING_S) -> list[Any]:
     """
     import ray
 
-    asked = {actor.adopt.remote(owner): actor for actor in _named(job_prefix(job))}
+    names, asked = _names(job_prefix(job)), {}
+    while (actor := _next(names)) is not None:
+        asked[actor.adopt.remote(owner)] = actor
     if not asked:
         return []
     ray.wait(list(asked), num_returns=len(asked), timeout=answer_s)
@@ -113,18 +129,18 @@ class StandbyPool:
         """Create what is missing, not right after a claim; how many were created."""
         import ray
 
-        created = 0
+        created, names = 0, _waiting()
         for node in ray.nodes():
             resources = node["Resources"]
             if not node["Alive"] or not (resources.get("CPU") or resources.get("GPU")):
                 continue
             node_id = node["NodeID"]
-            missing = self._per_node - self._idle(node_id)
+            missing = self._per_node - self._idle(names.get(node_id, []))
             if missing <= 0:
                 self._full[node_id] = now
             elif now - self._full.get(node_id, 0.0) > REFILL_AFTER_S:
                 for _ in range(missing):
-                    name = f"{_prefix(node_id)}{uuid.uuid4().hex[:12]}"
+                    name = f"{POOLED}{node_id}-{uuid.uuid4().hex[:12]}"
                     on_gpu = bool(resources.get("GPU"))
                     create_worker(
                         name, node_id, self._owner, on_gpu=on_gpu, worker_class=self._worker_class
@@ -134,19 +150,23 @@ class StandbyPool:
         return created
 
     def run(self, interval_s: float = 2.0) -> None:
-        """Keep the pool full; never returns, never raises."""
+        """Keep the pool full; never returns, never raises. On thousands of nodes it is looked at
+        less often: a twentieth of the time at most goes into it."""
         while True:
+            began = time.monotonic()
             try:
-                self.refill(time.monotonic())
+                self.refill(began)
             except Exception:
                 logger.exception("the standby workers could not be looked after")
-            time.sleep(interval_s)
+            time.sleep(max(interval_s, 19 * (time.monotonic() - began)))
 
-    def _idle(self, node_id: str) -> int:
-        """Unclaimed workers; those that still import count."""
+    def _idle(self, names: list[str]) -> int:
+        """How many of these are unclaimed; those that still import count."""
         import ray
 
-        asked = [actor.idle.remote() for actor in _workers(node_id)]
+        asked = []
+        while (actor := _next(names)) is not None:
+            asked.append(actor.idle.remote())
         if not asked:
             return 0
         done, waiting = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
@@ -159,24 +179,32 @@ class StandbyPool:
         return idle
 
 
-def _prefix(node_id: str) -> str:
-    return f"octavo-standby-{node_id}-"
+def _waiting() -> dict[str, list[str]]:
+    """Names of the workers that were started for no job, by node; claimed ones included. Asked for
+    once, for Ray lists all actors that have a name to whoever wants some."""
+    found: dict[str, list[str]] = {}
+    for name in _names(POOLED):
+        found.setdefault(name.removeprefix(POOLED).rpartition("-")[0], []).append(name)
+    return found
 
 
-def _workers(node_id: str) -> list[Any]:
-    """The workers that were started as standby on a node, claimed ones included."""
-    return _named(_prefix(node_id))
-
-
-def _named(prefix: str) -> list[Any]:
-    """The living actors whose names begin so."""
+def _names(prefix: str) -> list[str]:
+    """Those of living actors that begin so."""
     import ray
 
-    actors = []
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(prefix):
-            try:
-                actors.append(ray.get_actor(entry["name"], namespace=NAMESPACE))
-            except ValueError:  # it ended meanwhile
-                continue
-    return actors
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    ours = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    return [name for name in ours if name.startswith(prefix)]
+
+
+def _next(names: list[str]) -> Any:
+    """The first of these actors that there still is, taken off the list with those before it; None
+    when there is none."""
+    import ray
+
+    while names:
+        try:
+            return ray.get_actor(names.pop(0), namespace=NAMESPACE)
+        except ValueError:  # it ended meanwhile
+            continue
+    return None

@@ -24,14 +24,12 @@ from typing import Any
 
 from launch import standby
 from launch.commands import Assignment, Command
-from launch.keeper import Inventory
-from launch.keeper_clients import KeeperHandles
+from launch.held_copies import HeldCopies
 from launch.lifeline import Lifeline
 from launch.node_calls import Answers, Call, call_all, named_actor
 from launch.process_end import GONE_S, end_processes
 from launch.rank_errors import in_one_line
 from launch.rank_group import NodeSilentError, RankEnd, Seat
-from launch.replicas import partners
 from launch.report_tree import ReportTree
 from launch.snapshots import SnapshotKey
 from launch.stacks import TAKE_S, Stack, stacks_of
@@ -81,8 +79,7 @@ class WorkerGroup:
         self._seats: list[Seat] = []
         self._ranks: list[_Worker] = []
         self._standby: list[_Worker] = []
-        self._held: dict[str, Inventory] = {}
-        """What each keeper held when it was last asked."""
+        self._copies = HeldCopies(job)
         self._left: dict[str, list[int]] = {}
         """Processes on nodes that didn't answer when they were to end them."""
         self._clearing: dict[Any, str] = {}
@@ -107,8 +104,11 @@ class WorkerGroup:
             self._adopt_orphans()
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
         self._keepers |= {seat.node_id: seat.keeper for seat in seats}
-        self._standby = _living(self._standby)
-        self._ranks = [self._claim(seat.node_id) or self._create(seat) for seat in self._seats]
+        idle = self._claimed(Counter(seat.node_id for seat in self._seats))
+        self._ranks = [
+            idle[seat.node_id].pop(0) if idle[seat.node_id] else self._create(seat)
+            for seat in self._seats
+        ]
         for worker in self._ranks:
             self._follow(worker.ready)
 
@@ -135,32 +135,16 @@ class WorkerGroup:
 
     def run(self, assignments: Sequence[Assignment]) -> None:
         """Start the loops; each rank gets its node's keeper, its partners', and its sources."""
-        order = list(dict.fromkeys(seat.keeper for seat in self._seats))
-        keepers = {name: named_actor(name) for name in order}
-        self._enlist(keepers)
-        keepers |= {name: named_actor(name) for name in self._held if name not in keepers}
+        self._enlist()
         relays = self._relays(assignments[0])
-        for worker, seat, assignment in zip(self._ranks, self._seats, assignments, strict=True):
-            ring = _ring(order, seat.keeper, assignment)
-            holding = _holding(self._held, assignment)
-            # Partners first: theirs is the way that the copies came.
-            others = sorted(holding.keys() - {seat.keeper}, key=lambda name: name not in ring)
-            own = self._held.get(seat.keeper)
-            ring = [name for name in ring if keepers[name] is not None]
-            handles = KeeperHandles(
-                own=keepers[seat.keeper],
-                own_name=seat.keeper,
-                partners=tuple(keepers[name] for name in ring),
-                partner_names=tuple(ring),
-                sources=tuple(k for name in others if (k := keepers.get(name)) is not None),
-                own_is_source=seat.keeper in holding,
-                nbytes=max(holding.values(), default=0),
-                held_nbytes=own.total_nbytes if own is not None else 0,
-            )
+        handles = self._copies.handles(self._seats, assignments)
+        for worker, seat, assignment, keepers in zip(
+            self._ranks, self._seats, assignments, handles, strict=True
+        ):
             worker.run = worker.actor.run.remote(
                 assignment,
                 self._owner,
-                handles,
+                keepers,
                 self._lifeline.where,
                 relays.get(seat.node_id),
             )
@@ -174,12 +158,14 @@ class WorkerGroup:
         nodes = Counter(seat.node_id for seat in self._seats)
         return self._tree.begin(assignment.attempt, list(nodes.items()))
 
-    def _enlist(self, keepers: Mapping[str, Any]) -> None:
+    def _enlist(self) -> None:
         """Let each node's keeper know the processes of its ranks, which may outlive us."""
-        for name, keeper in keepers.items():
-            if keeper is not None:
-                seated = zip(self._ranks, self._seats, strict=True)
-                keeper.enlist.remote([w.info.pid for w, seat in seated if seat.keeper == name])
+        pids: dict[str, list[int]] = {}
+        for worker, seat in zip(self._ranks, self._seats, strict=True):
+            pids.setdefault(seat.keeper, []).append(worker.info.pid)
+        for name, mine in pids.items():
+            if (keeper := named_actor(name)) is not None:
+                keeper.enlist.remote(mine)
 
     def ended(self) -> tuple[RankEnd, ...]:
         """Ranks whose loop, or whose process, has ended."""
@@ -234,54 +220,31 @@ class WorkerGroup:
     def fill_standby(self, spares: Sequence[Seat] = ()) -> None:
         """One idle worker a rank, and a slot of each spare, on the node where it may be needed."""
         seated = [*self._seats, *(seat for seat in spares for _ in range(seat.slots))]
-        wanted = [seat.node_id for seat in seated]
+        wanted = Counter(seat.node_id for seat in seated)
         keep: list[_Worker] = []
         for worker in _living(self._standby):
-            if worker.node_id in wanted:
-                wanted.remove(worker.node_id)
+            if wanted[worker.node_id] > 0:
+                wanted[worker.node_id] -= 1
                 keep.append(worker)
             else:
                 _kill(worker)
         seats = {seat.node_id: seat for seat in seated}
-        self._standby = keep + [self._create(seats[node_id]) for node_id in wanted]
+        self._standby = keep + [self._create(seats[node_id]) for node_id in wanted.elements()]
 
     def copies(self) -> list[SnapshotKey]:
         """What the keepers hold, each copy once; one that does not answer holds nothing.
 
         Those of nodes that the job has left are asked too: they stay until it trains again.
         """
-        import ray
-
-        asked = {}
-        for name in dict.fromkeys([*(s.keeper for s in self._seats), *self._keepers.values()]):
-            keeper = named_actor(name)
-            if keeper is not None:
-                asked[keeper.inventory.remote(self._job)] = name
-        if asked:
-            ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-        self._held = {}
-        for reference, name in asked.items():
-            try:
-                self._held[name] = ray.get(reference, timeout=0)
-            except ray.exceptions.RayError as error:
-                logger.warning("keeper %s does not answer: %s", name, error)
-        return list(dict.fromkeys(key for held in self._held.values() for key in held.nbytes))
+        return self._copies.ask([*(s.keeper for s in self._seats), *self._keepers.values()])
 
     def memory(self) -> dict[str, int]:
         """Bytes that each node's keeper held when ``copies`` last asked, by keeper."""
-        return {name: held.total_nbytes for name, held in self._held.items()}
+        return self._copies.memory()
 
     def settle(self, replicas: int) -> None:
         """Every copy is where it belongs: keepers forget ranks that are no longer theirs."""
-        order = list(dict.fromkeys(seat.keeper for seat in self._seats))
-        theirs: dict[str, set[int]] = {name: set() for name in order}
-        for rank, seat in enumerate(self._seats):
-            place = order.index(seat.keeper)
-            for holder in (place, *partners(place, len(order), replicas)):
-                theirs[order[holder]].add(rank)
-        for name, ranks in theirs.items():
-            if (keeper := named_actor(name)) is not None:
-                keeper.retain.remote(self._job, ranks)
+        self._copies.settle(self._seats, replicas)
 
     def close(self) -> None:
         """End ranks and standby workers; there can be no further attempt."""
@@ -299,13 +262,21 @@ class WorkerGroup:
 
         reference.future().add_done_callback(settled)
 
-    def _claim(self, node_id: str) -> _Worker | None:
-        for worker in self._standby:
-            if worker.node_id == node_id:
-                self._standby.remove(worker)
-                return worker
-        actor = standby.claim(node_id, self._owner)
-        return None if actor is None else _Worker(actor, node_id, actor.ready.remote())
+    def _claimed(self, wanted: Mapping[str, int]) -> dict[str, list[_Worker]]:
+        """Idle workers by node, as many as are wanted at most: the job's own, then the node's."""
+        found: dict[str, list[_Worker]] = {node_id: [] for node_id in wanted}
+        left = []
+        for worker in _living(self._standby):
+            mine = found.get(worker.node_id)
+            if mine is not None and len(mine) < wanted[worker.node_id]:
+                mine.append(worker)
+            else:
+                left.append(worker)
+        self._standby = left
+        short = {n: count - len(found[n]) for n, count in wanted.items() if count > len(found[n])}
+        for node_id, actors in standby.claim(short, self._owner).items():
+            found[node_id] += [_Worker(a, node_id, a.ready.remote()) for a in actors]
+        return found
 
     def _adopt_orphans(self) -> None:
         """Take over the idle workers of a supervisor before this one."""
@@ -444,24 +415,6 @@ def _end(rank: int, reference: Any, worker: _Worker) -> RankEnd | None:
         where = f"process {who.pid} on {who.hostname} ({who.node_ip}): " if who else ""
         return RankEnd(rank, "lost", error=f"{where}{in_one_line(error)}", cause=error)
     return RankEnd(rank, "done", result) if worker.run is not None else None
-
-
-def _ring(order: Sequence[str], keeper: str, assignment: Assignment) -> list[str]:
-    """Keepers of other nodes that get copies of what ``keeper`` holds for its own ranks."""
-    replicas = assignment.run.snapshots.replicas or 0
-    return [order[place] for place in partners(order.index(keeper), len(order), replicas)]
-
-
-def _holding(held: Mapping[str, Inventory], assignment: Assignment) -> dict[str, int]:
-    """Keepers with a copy that this rank may start from, and the size of the largest."""
-    points = [p for p in (assignment.restore, *assignment.fallbacks) if p is not None]
-    made = {(p.attempt, p.timeline, p.step) for p in points if p.tier == "memory"}
-    found: dict[str, int] = {}
-    for name, inventory in held.items():
-        for key, nbytes in inventory.nbytes.items():
-            if key.rank == assignment.rank and key.order() in made:
-                found[name] = max(nbytes, found.get(name, 0))
-    return found
 
 
 def _living_nodes() -> set[str]:

@@ -40,15 +40,16 @@ def test_a_pool_is_filled_once_and_each_worker_is_claimed_by_one_claimer_only() 
     assert pool.refill(now) == 2
     assert pool.refill(now + 1) == 0
 
-    first, second = claim(_node(), "a"), claim(_node(), "b")
-    assert first is not None and second is not None
+    here = _node()
+    ((first,), (second,)) = (claim({here: 1}, "a")[here], claim({here: 2}, "b")[here])
     assert first._actor_id != second._actor_id
-    assert claim(_node(), "c") is None
-    assert claim("f" * 56, "a") is None  # another node's are not this one's
+    # None is left, and another node's are not this one's.
+    assert claim({here: 1, "f" * 56: 1}, "c") == {here: [], "f" * 56: []}
 
     # Right after a claim the cores belong to the job that starts.
     assert pool.refill(now + 2) == 0
     assert pool.refill(now + 2 + REFILL_AFTER_S) == 2
     # A controller that was restarted finds them again.
     assert StandbyPool("owner", 2, worker_class=StubWorker).refill(now + 99) == 0
+    assert len(claim({here: 5}, "d")[here]) == 2
     ray.kill(first)

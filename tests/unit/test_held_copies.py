@@ -1,0 +1,77 @@
+"""Whose copies a rank makes, and whose it may start from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.commands import RestorePoint
+from launch.held_copies import HeldCopies
+from launch.keeper import Inventory
+from launch.rank_group import Seat
+from launch.snapshots import SnapshotKey
+
+JOB = "job-1"
+NODES = 4
+
+
+@pytest.fixture
+def keepers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Actors by name, each of which is its name; one that isn't here is gone."""
+    living: dict[str, Any] = {f"k{node}": f"k{node}" for node in range(NODES)}
+    monkeypatch.setattr("launch.held_copies.named_actor", living.get)
+    return living
+
+
+def seats() -> list[Seat]:
+    """A rank a node."""
+    return [Seat(f"n{node}", f"10.0.0.{node}", 1, f"k{node}") for node in range(NODES)]
+
+
+def assigned(rank: int, *points: RestorePoint, replicas: int = 1) -> Any:
+    run = SimpleNamespace(snapshots=SimpleNamespace(replicas=replicas))
+    first, rest = (points[0], points[1:]) if points else (None, ())
+    return SimpleNamespace(rank=rank, run=run, restore=first, fallbacks=rest)
+
+
+def held(copies: HeldCopies, **by: list[tuple[int, int]]) -> None:
+    """Keepers hold (rank, step), of 100 bytes and the step."""
+    copies._held = {
+        name: Inventory({SnapshotKey(JOB, 1, 0, r, s): 100 + s for r, s in mine}, 1000)
+        for name, mine in by.items()
+    }
+
+
+def test_a_rank_gets_whoever_holds_what_it_may_start_from_partners_first(
+    keepers: dict[str, Any],
+) -> None:
+    copies = HeldCopies(JOB)
+    held(copies, k0=[(0, 20)], k1=[(0, 20), (1, 20)], k2=[(2, 20)], k3=[(0, 10), (3, 20)])
+    points = [RestorePoint(20, "memory", 1, 0), RestorePoint(10, "memory", 1, 0)]
+    told = copies.handles(seats(), [assigned(rank, *points) for rank in range(NODES)])
+    assert [h.own for h in told] == ["k0", "k1", "k2", "k3"]
+    assert [h.partners for h in told] == [("k1",), ("k2",), ("k3",), ("k0",)]
+    assert [h.sources for h in told] == [("k1", "k3"), (), (), ()]
+    assert [h.own_is_source for h in told] == [True] * 4
+    assert [h.nbytes for h in told] == [120] * 4 and told[0].held_nbytes == 1000
+
+
+def test_what_no_restore_point_names_is_no_source(keepers: dict[str, Any]) -> None:
+    copies = HeldCopies(JOB)
+    held(copies, k0=[(0, 20)], k1=[(0, 20)])
+    on_disk = RestorePoint(20, "disk", 1, 0, "somewhere")
+    (told,) = copies.handles(seats()[:1], [assigned(0, on_disk, replicas=0)])
+    assert (told.sources, told.own_is_source, told.nbytes) == ((), False, 0)
+    (told,) = copies.handles(seats()[:1], [assigned(0, replicas=0)])
+    assert (told.sources, told.partners, told.own_is_source) == ((), (), False)
+
+
+def test_a_keeper_that_is_gone_is_neither_partner_nor_source(keepers: dict[str, Any]) -> None:
+    copies = HeldCopies(JOB)
+    held(copies, k1=[(0, 20), (1, 20)])
+    del keepers["k1"]
+    point = RestorePoint(20, "memory", 1, 0)
+    told = copies.handles(seats(), [assigned(rank, point) for rank in range(NODES)])
+    assert (told[0].partners, told[0].sources, told[1].own) == ((), (), None)
