@@ -76,7 +76,7 @@ def create_app(
     )
     app.add_middleware(Guard, gate=Gate(token, controller.store.tokens, rate))
     add_errors(app)
-    found, bell = Found(controller.store), Bell(controller)
+    found, bell = Found(controller.store), Bell(controller.changes)
     _add_service(app, controller)
     add_jobs(app, controller, found, bell)
     add_logs(app, controller.store, found)

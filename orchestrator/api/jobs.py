@@ -107,12 +107,12 @@ def _add_commands(app: FastAPI, controller: Controller, found: Found) -> None:
     def submit(body: Submission, caller: Submitter) -> dict[str, Any]:
         """Take a job in; the same `key` of the same user again gives the same job."""
         by = caller.speaks_as(body.by)
-        return job_json(controller.submit(body.spec, body.file, by=by, key=body.key or None))
+        return job_json(controller.intake.submit(body.spec, body.file, by=by, key=body.key or None))
 
     @app.post("/v1/jobs:validate", **told("jobs", CompletedSpec, body=True))
     def validate(body: Submission, _: Submitter) -> dict[str, Any]:
         """The same without submitting: the spec completed, or every problem of it."""
-        return {"spec": spec_data(controller.validate(body.spec, body.file))}
+        return {"spec": spec_data(controller.intake.validate(body.spec, body.file))}
 
     @app.post("/v1/jobs/{job}/cancel", **told("jobs", Job, 404, 409, body=True))
     def cancel(
@@ -157,7 +157,7 @@ def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
         rows = store.pages.jobs(after, limit + 1, states, whose)
         shown = rows[:limit]
         return {
-            "jobs": [job_json(row, controller.reason_of(row)) for row in shown],
+            "jobs": [job_json(row, controller.waits.reason_of(row)) for row in shown],
             "next": shown[-1].id if len(rows) > limit else None,
         }
 
@@ -165,7 +165,7 @@ def _add_lists(app: FastAPI, controller: Controller, found: Found) -> None:
     def show(row: JobRow = Depends(found.shown)) -> dict[str, Any]:
         """A job with its spec and attempts."""
         return {
-            **job_json(row, controller.reason_of(row)),
+            **job_json(row, controller.waits.reason_of(row)),
             **_backend(store, row),
             RANK_PEAK: rank_peak_tokens_per_s(row.spec),
             "checkpoint_step": _checkpoint_step(store, row.id),

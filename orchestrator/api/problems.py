@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from orchestrator.controller.controller import SubmitConflictError
+from orchestrator.controller.intake import SubmitConflictError
 from orchestrator.lifecycle import TransitionRefused
 from orchestrator.nodes.roll import NodeNotFoundError
 from orchestrator.spec.errors import SpecError

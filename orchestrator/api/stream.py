@@ -90,7 +90,7 @@ def add_streams(app: FastAPI, controller: Controller, found: Found, bell: Bell) 
             return now, store.past.events(row.id, event, PAGE), rows
 
         while True:
-            seen = controller.changes()
+            seen = controller.changes.count()
             now, news, done = await run_in_threadpool(read)
             for one in news:
                 event = one["id"]

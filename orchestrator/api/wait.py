@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
-from orchestrator.controller.controller import Controller
+from orchestrator.controller.changes import Changes
 
 LOOK_S = 5.0
 """Seconds after which a listener looks although nothing was told."""
@@ -28,8 +28,8 @@ class Bell:
     One thread for all of them, as long as there are any.
     """
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
         self._lock = threading.Lock()
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self._thread: threading.Thread | None = None
@@ -46,7 +46,7 @@ class Bell:
                 )
                 self._thread.start()
         try:
-            if self._controller.changes() == seen:
+            if self._changes.count() == seen:
                 async with asyncio.timeout(timeout_s):
                     await rung.wait()
         except TimeoutError:
@@ -61,7 +61,7 @@ class Bell:
         """What ``read`` gives, as soon as it is ``done`` or the time is over."""
         deadline = time.monotonic() + wait_s
         while True:
-            seen = self._controller.changes()
+            seen = self._changes.count()
             found = await run_in_threadpool(read)
             left = deadline - time.monotonic()
             if left <= 0 or done(found):
@@ -70,7 +70,7 @@ class Bell:
 
     def _listen(self, seen: int) -> None:
         while True:
-            now = self._controller.wait_for_change(seen, LOOK_S)
+            now = self._changes.wait(seen, LOOK_S)
             with self._lock:
                 if not self._waiting:
                     self._thread = None

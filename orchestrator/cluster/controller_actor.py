@@ -104,7 +104,7 @@ class ControllerActor:
         webhooks = Webhooks(self._controller.store)
         threading.Thread(
             target=webhooks.run,
-            args=(threading.Event(), self._controller.wait_for_change),
+            args=(threading.Event(), self._controller.changes.wait),
             name="webhooks",
             daemon=True,
         ).start()

@@ -198,7 +198,7 @@ class ControlPlane:
         text.write_text("x" * 4096)
         data = {"name": name, "slots_per_node": 4, "parallelism": {"pipeline": 2}}
         data |= {"data": {"source": str(text)}, **changes}
-        return self.controller.submit(data, f"{name}.yaml", by=by, key=key).id
+        return self.controller.intake.submit(data, f"{name}.yaml", by=by, key=key).id
 
     def steps(self, count: int = 1, seconds: float = 0.5) -> None:
         for _ in range(count):

@@ -218,9 +218,9 @@ def test_the_commands_wait_say_the_step_and_fail_with_why_not(
     assert json.loads(capsys.readouterr().out)["step"] == 20
 
     def refuse() -> None:
-        seen = plane.controller.changes()
+        seen = plane.controller.changes.count()
         while not plane.store.controls.knows(job, "x"):
-            seen = plane.controller.wait_for_change(seen, 0.05)
+            seen = plane.controller.changes.wait(seen, 0.05)
         answer(plane, job, 3, ControlAnswer("x", "refused", "there is no such step", 30))
 
     later = threading.Thread(target=refuse)

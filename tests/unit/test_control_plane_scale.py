@@ -151,7 +151,7 @@ class TestPass:
             plane.steps(1)
         assert set(read) == {new}
         assert len(said.of("jobs", "UPDATE")) == 1
-        assert plane.controller.reason_of(plane.store.job(new)).startswith("waits behind job")
+        assert plane.controller.waits.reason_of(plane.store.job(new)).startswith("waits behind job")
 
     def test_that_starts_a_job_writes_to_none_of_those_that_go_on_waiting(
         self, queue: Callable[[int], ControlPlane]
@@ -177,12 +177,14 @@ class TestPass:
         plane = queue(3)
         last = plane.store.jobs()[-1]
         (first_told,) = plane.told(last.id, "waiting")
-        assert first_told == plane.controller.reason_of(last) == f"waits behind {ahead(plane)}"
+        assert (
+            first_told == plane.controller.waits.reason_of(last) == f"waits behind {ahead(plane)}"
+        )
         (running,) = plane.supervisors.alive
         plane.controller.cancel(running, "enough")
         plane.supervisors.alive.pop(running)
         plane.steps(5)
-        now = plane.controller.reason_of(plane.store.job(last.id))
+        now = plane.controller.waits.reason_of(plane.store.job(last.id))
         assert now == f"waits behind {ahead(plane)}" != first_told
         assert plane.told(last.id, "waiting") == [first_told]
 

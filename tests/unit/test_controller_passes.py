@@ -9,8 +9,8 @@ import pytest
 
 from monitoring.job_view import JobView
 from monitoring.summary import summarize
-from orchestrator.controller.controller import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
 from orchestrator.controller.supervisors import LastWords
+from orchestrator.controller.tending import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.placement.placement import Need, NodeCapacity, fit
 from orchestrator.protocol import SupervisorBatch
@@ -64,7 +64,7 @@ def test_the_queue_goes_by_priority_then_age(plane: ControlPlane) -> None:
     plane.submit("young")
     urgent = plane.submit("urgent", resources={"priority": 5})
     plane.steps()
-    assert plane.controller.reason_of(plane.store.job(old)) == f"waits behind {urgent}"
+    assert plane.controller.waits.reason_of(plane.store.job(old)) == f"waits behind {urgent}"
     assert plane.told(old, "waiting") == [f"waits behind {urgent}"]
     order = []
     for job in (busy, urgent, old):

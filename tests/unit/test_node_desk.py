@@ -13,8 +13,9 @@ from launch.preflight import Failure, Verdict
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.cli.main import call
-from orchestrator.controller.controller import NoNodesError, SubmitConflictError
+from orchestrator.controller.intake import SubmitConflictError
 from orchestrator.controller.supervisors import LastWords
+from orchestrator.controller.tending import NoNodesError
 from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState

@@ -22,7 +22,7 @@ SPEC = {
 
 
 def paused(plane: ControlPlane) -> str:
-    job = plane.controller.submit(SPEC, "job.yaml").id
+    job = plane.controller.intake.submit(SPEC, "job.yaml").id
     plane.controller.store.change(job, Cause.CANCEL_ASKED, "by a test", 1.0)
     return job
 
@@ -46,7 +46,7 @@ def test_an_impossible_split_is_refused_and_the_job_stays_as_it_was(plane: Contr
 
 
 def test_a_job_that_is_under_way_keeps_its_degrees(plane: ControlPlane) -> None:
-    job = plane.controller.submit(SPEC, "job.yaml").id
+    job = plane.controller.intake.submit(SPEC, "job.yaml").id
     with pytest.raises(TransitionRefused):
         plane.controller.resume(job, "", {"data": 1})
     assert plane.controller.store.job(job).spec.parallelism.data == 2

@@ -174,7 +174,7 @@ def test_a_controller_refuses_it_before_anything_is_stored(
     controller: Controller = plane.controller
     data = {"name": "a", "slots_per_node": 2, "checkpoint": {"resume_from": str(tmp_path)}}
     with pytest.raises(SpecError, match="no checkpoint of Octavo, but"):
-        controller.submit(data, "job.yaml")
+        controller.intake.submit(data, "job.yaml")
     assert controller.store.jobs() == []
 
 

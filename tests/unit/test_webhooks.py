@@ -111,7 +111,7 @@ def test_it_says_where_a_resume_goes_on_as_the_status_does(
 
 def test_it_is_sent_as_soon_as_it_is_stored(plane: ControlPlane, receiver: Receiver) -> None:
     stop = threading.Event()
-    arguments = (stop, plane.controller.wait_for_change)
+    arguments = (stop, plane.controller.changes.wait)
     thread = threading.Thread(target=sender(plane).run, args=arguments)
     thread.start()
     paused(plane, webhook=receiver.url)

@@ -1,0 +1,182 @@
+"""A job that holds nodes: its supervisor, its loss, its end, and the nodes it stands on.
+
+Promises: a call moves a job by one transition at most; a supervisor that is to end has a bounded
+time for it; nodes go back once nothing on them would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.controller.lost_supervisor import supervisor_lost
+from orchestrator.controller.preemption import Preemption
+from orchestrator.controller.seen import Seen
+from orchestrator.controller.supervisors import LastWords, Presence, Supervisors
+from orchestrator.controller.waits import Waits
+from orchestrator.events import EventDraft
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.nodes.desk import NodeDesk
+from orchestrator.nodes.rescue import Rescue
+from orchestrator.protocol import SupervisorBatch
+from orchestrator.recovery.controls import STOPS
+from orchestrator.store.database import Store
+from orchestrator.store.rows import JobRow
+from orchestrator.supervision import notices
+from orchestrator.supervision.ending import end_of
+
+CANCEL_GRACE_S = 60.0
+"""Seconds that a cancelled job has for its last checkpoint."""
+FINISH_GRACE_S = 60.0
+"""Seconds that a supervisor has after the job's end for the report and W&B."""
+
+
+class NoNodesError(RuntimeError):
+    """The nodes of a job are gone and no others are free. Its supervisor ends; the controller
+    starts another one when there are nodes.
+    """
+
+
+class Tending:
+    """Of one controller."""
+
+    def __init__(
+        self,
+        store: Store,
+        desk: NodeDesk,
+        supervisors: Supervisors,
+        rescue: Rescue,
+        preemption: Preemption,
+        waits: Waits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._desk = desk
+        self._supervisors = supervisors
+        self._rescue = rescue
+        self._preemption = preemption
+        self._waits = waits
+        self._clock = clock
+        # When a wait of this process began, by (job, what). A restart begins it anew.
+        self._since: dict[tuple[str, str], float] = {}
+        self._stops: set[str] = set()
+
+    def tend(self, row: JobRow, seen: Seen) -> bool:
+        """A job that holds nodes: it has a supervisor, or gets one."""
+        now = seen.now
+        presence = self._supervisors.look(row.id, now)
+        if row.state is JobState.CANCELLING:
+            return self._tend_cancelling(row, presence, now)
+        if presence is Presence.WORKING:
+            if row.id in seen.asked:
+                # Until it has answered: whichever supervisor has the job gets to know.
+                self._supervisors.control(row.id, seen.asked[row.id])
+            self._desk.leave(row)
+            self._desk.keep_up(row, now)
+            self._preemption.let_grow(row, now)
+            spares = self._desk.fill(row, now)
+            if spares is not None:
+                self._supervisors.spares(row.id, spares)
+            return False
+        if presence is Presence.DONE:
+            words = self._supervisors.last_words(row.id)
+            self._supervisors.kill(row.id)
+            # What it told last may have come since the pass began.
+            if self._store.job(row.id).state is not row.state:
+                return True
+            return self._lost(row, now, words)
+        if row.state is JobState.RUNNING:
+            return self._lost(row, now, LastWords())
+        if self.mend(row, seen):
+            return self._stop_without_ranks(row, seen)
+        why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
+        self._supervisors.start(self._store.attempts.begin(row.id, why, now))
+        return True
+
+    def _stop_without_ranks(self, row: JobRow, seen: Seen) -> bool:
+        """A job whose nodes are gone has no ranks that could stop: its state is what is on disk,
+        and what the nodes that are left hold, which ``clear`` sees to."""
+        asked = [c for c in seen.asked.get(row.id, ()) if c.kind in STOPS]
+        if asked:
+            _, cause = end_of(asked[0])
+            told = f"{cause.value} by {asked[0].by} while it waited for nodes"
+            self._store.change(row.id, cause, told.replace("pause asked", "paused"), seen.now)
+        return bool(asked)
+
+    def _lost(self, row: JobRow, now: float, words: LastWords) -> bool:
+        """Store the loss and its answer; the next pass starts the next attempt, if there is one."""
+        waits = words.raised and words.told.startswith(NoNodesError.__name__)
+        action = None
+        if not waits:
+            action = supervisor_lost(row, self._store.past.actions(row.id), now, words)
+        if action is None:
+            told = "the supervisor was lost after it had decided on the next attempt"
+            if waits:
+                told = words.told.removeprefix(f"{NoNodesError.__name__}: ")
+            self._store.change(row.id, Cause.SUPERVISOR_LOST, told, now)
+            return True
+        incident = action.incidents[0]
+        both = (notices.seen(incident), notices.decided(action))
+        transition = {
+            "pause": (JobState.PAUSED, Cause.BUDGET_SPENT),
+            "fail": (JobState.FAILED, Cause.ERROR),
+        }.get(action.kind, (JobState.RECOVERING, Cause.SUPERVISOR_LOST))
+        batch = SupervisorBatch(
+            sequence=0,
+            events=tuple(EventDraft(n.kind, now, n.message, n.detail) for n in both),
+            incidents=(incident.to_json(),),
+            actions=(action,),
+            transition=transition,
+        )
+        self._store.attempts.decide(row.id, batch, now)
+        return True
+
+    def _tend_cancelling(self, row: JobRow, presence: Presence, now: float) -> bool:
+        if presence is not Presence.WORKING:
+            self._supervisors.kill(row.id)
+            if self._store.job(row.id).state is JobState.CANCELLING:
+                self._store.change(row.id, Cause.ENDED, row.reason, now)
+            return True
+        if row.id not in self._stops:
+            self._stops.add(row.id)
+            self._supervisors.stop(row.id, row.reason)
+        if self._waited((row.id, "cancel"), now) > CANCEL_GRACE_S:
+            self._supervisors.kill(row.id)
+            reason = f"{row.reason}; the ranks didn't end within {CANCEL_GRACE_S:.0f} s"
+            self._store.change(row.id, Cause.ENDED, reason, now)
+            return True
+        return False
+
+    def clear(self, row: JobRow, seen: Seen) -> bool:
+        """A job that has ended or is paused: its nodes go back when its supervisor is done, and
+        nothing that should not be lost is in their memory alone."""
+        now = seen.now
+        presence = self._supervisors.look(row.id, now)
+        working = presence is Presence.WORKING
+        if working and self._waited((row.id, "finish"), now) <= FINISH_GRACE_S:
+            return False
+        self._supervisors.kill(row.id)
+        if not self._rescue.over(row):
+            return False
+        self._desk.release(row)
+        self._stops.discard(row.id)
+        self._since = {k: t for k, t in self._since.items() if k[0] != row.id}
+        return True
+
+    def mend(self, row: JobRow, seen: Seen | None = None) -> str:
+        """See to it that every rank has a node; else what it waits for, which is told: of those
+        that hold nodes in what a pass has ``seen``, less important ones make room."""
+        now = self._clock()
+        missing = self._desk.mend(row, now)
+        if missing:
+            room = "" if seen is None else self._room(row, seen, now)
+            self._waits.one(row, f"{missing}; {room}" if room else missing, now)
+        return missing
+
+    def _room(self, row: JobRow, seen: Seen, now: float) -> str:
+        others = [other for other in seen.holding if other.id != row.id]
+        if not any(other.priority < row.priority for other in others):
+            return ""
+        return self._preemption.make_room(row, others, seen.asked, self._desk.sight(now))
+
+    def _waited(self, key: tuple[str, str], now: float) -> float:
+        return now - self._since.setdefault(key, now)
