@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch.commands import Report
 from launch.relay import Relay
+from launch.reporter import Outbox
 from launch.step_part import Sent
 
 FAN_IN = 32
 """Relays that one above them hears at most."""
 RECEIVED_S = 30.0
 """Seconds that the place above may take to say that it has received something."""
+RELAYED_S = 120.0
+"""Seconds that reports may take to the supervisor by way of a relay that lives."""
+LOOK_S = 3.0
+"""Seconds between two looks at whether it does, and those that it may take to say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,26 @@ class RelayActor:
     async def take(self, attempt: int, sent: Sequence[Sent]) -> None:
         """See Relay.take."""
         await self._relay.take(attempt, sent)
+
+    async def ping(self) -> bool:
+        """True, at once: it waits for nobody."""
+        return True
+
+
+def through(relay: Any, attempt: int) -> Outbox:
+    """Delivers by a relay's actor. It raises soon where the relay itself doesn't answer, for a job
+    that tells of no step looks as if it hung; a supervisor that takes its time is waited for."""
+
+    def deliver(batch: Sequence[Report]) -> None:
+        import ray
+
+        taken = relay.take.remote(attempt, list(batch))
+        deadline = time.monotonic() + RELAYED_S
+        while not ray.wait([taken], timeout=LOOK_S)[0] and time.monotonic() < deadline:
+            ray.get(relay.ping.remote(), timeout=LOOK_S)
+        ray.get(taken, timeout=0)
+
+    return deliver
 
 
 class ReportTree:

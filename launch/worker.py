@@ -34,6 +34,7 @@ from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.lifeline import depend_on
 from launch.mailbox import CommandRefusedError, Mailbox
 from launch.rank_log import rank_log
+from launch.report_tree import through
 from launch.snapshots import SnapshotError
 from launch.stacks import write_stacks_at_signal
 from monitoring.secrets import secrets_of, without
@@ -47,8 +48,6 @@ ORPHAN_S = 15.0
 """How long an idle worker waits for the next supervisor of its job."""
 ADOPTION_POLL_S = 0.2
 REPORT_TIMEOUT_S = 30.0
-RELAYED_S = 2 * REPORT_TIMEOUT_S
-"""Seconds that reports may take to the supervisor by way of the node's relay."""
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +172,8 @@ class Worker:
                 # train from here on nobody would record.
                 _exit(f"the supervisor is gone: {type(error).__name__}")
 
-        def relayed(batch: Sequence[Report]) -> None:
-            taken = relay.take.remote(assignment.attempt, list(batch))
-            ray.get(taken, timeout=RELAYED_S)
-
-        outbox = Delivery(deliver, relayed if relay is not None else None)
+        relayed = None if relay is None else through(relay, assignment.attempt)
+        outbox = Delivery(deliver, relayed)
         with rank_log(assignment.log_path, assignment.attempt, assignment.rank) as log:
             loop = TrainingLoop(assignment, self._mailbox, outbox, stores_of(keepers))
             if log is not None:
