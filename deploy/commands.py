@@ -71,10 +71,10 @@ def render(
     """Write a target's files."""
     from deploy.rendered import write
 
-    _, wanted, files = _rendered(profile, target, job)
+    _, wanted, files, noted = _rendered(profile, target, job, output)
     if out is None:
         if output is Output.json:
-            print_json({"target": wanted, "files": {f.name: f.text for f in files}})
+            print_json({"target": wanted, "files": {f.name: f.text for f in files}, **noted})
             return
         several = len(files) > 1
         for file in files:
@@ -85,7 +85,7 @@ def render(
     except OSError as error:
         raise CommandError(f"{out} can't be written: {error.strerror or error}") from None
     if output is Output.json:
-        print_json({"target": wanted, "files": [str(out / f.name) for f in files]})
+        print_json({"target": wanted, "files": [str(out / f.name) for f in files], **noted})
         return
     for file in files:
         path = out / file.name
@@ -107,18 +107,18 @@ def diff(
     from deploy.clients import cluster_difference
     from deploy.rendered import differences
 
-    _, wanted, files = _rendered(profile, target, job)
+    _, wanted, files, noted = _rendered(profile, target, job, output)
     if out is None:
         text = cluster_difference(wanted, files)
         if output is Output.json:
-            print_json({"target": wanted, "different": bool(text), "diff": text})
+            print_json({"target": wanted, "different": bool(text), "diff": text, **noted})
         elif text:
             print(text, end="")
         raise typer.Exit(DIFFERENT if text else 0)
     found = differences(files, out)
     if output is Output.json:
         told = [{"file": d.name, "new": d.new, "diff": list(d.lines)} for d in found]
-        print_json({"target": wanted, "different": bool(found), "files": told})
+        print_json({"target": wanted, "different": bool(found), "files": told, **noted})
     else:
         for difference in found:
             print("\n".join(difference.lines))
@@ -137,7 +137,7 @@ def apply(
     from deploy.clients import applying, run_client
     from deploy.cluster_profile import hourly
 
-    checked, wanted, files = _rendered(profile, target, job)
+    checked, wanted, files, noted = _rendered(profile, target, job, output)
     step = applying(checked, wanted, files, job)
     if not yes:
         if output is Output.json:
@@ -146,15 +146,17 @@ def apply(
         typer.confirm(f"{step.said}{f' ({cost})' if cost else ''}?", abort=True)
     told = run_client(step, files)
     if output is Output.json:
-        print_json({"target": wanted, "command": list(step.command), "output": told})
+        done = {"target": wanted, "command": list(step.command), "output": told}
+        print_json({**done, **noted})
     else:
         print(told, end="" if told.endswith("\n") else "\n")
 
 
 def _rendered(
-    file: Path, target: str | None, job: Path | None
-) -> tuple[ClusterProfile, Target, list[Rendered]]:
-    """Raises SpecError for a profile, or a job, that is wrong."""
+    file: Path, target: str | None, job: Path | None, output: Output
+) -> tuple[ClusterProfile, Target, list[Rendered], dict[str, list[str]]]:
+    """What is asked for, checked and rendered; last what there is to note, for an answer as JSON:
+    else it is on stderr already. Raises SpecError for a profile, or a job, that is wrong."""
     from deploy.cluster_profile import TARGETS
     from deploy.profile_file import load_profile
     from deploy.targets import render as render_target
@@ -174,9 +176,11 @@ def _rendered(
         if wanted not in ("rayjob", "slurm"):
             raise CommandError(f"--job means nothing for {wanted}", "leave it out", USAGE)
         text = _job_text(job, checked, wanted)
-    for note in notes(checked, wanted):
-        print(f"octavo deploy: {note}", file=sys.stderr)
-    return checked, wanted, render_target(checked, wanted, text)
+    told = notes(checked, wanted)
+    if output is not Output.json:
+        for note in told:
+            print(f"octavo deploy: {note}", file=sys.stderr)
+    return checked, wanted, render_target(checked, wanted, text), {"notes": told}
 
 
 def _job_text(file: Path, profile: ClusterProfile, target: Target) -> str:

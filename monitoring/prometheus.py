@@ -43,7 +43,7 @@ class JobNumbers:
     checkpoint_at: float | None = None
     """When its newest checkpoint was written, Unix time; None before the first."""
     steps_lost: int = 0
-    """Steps done again after a rollback or restart, in the job's life."""
+    """Steps given up, to be done again or not, in the job's life."""
     recovering_s: float = 0.0
     """Seconds from troubles to the first steps after them, in the job's life."""
     peak_tokens_per_s: float | None = None
@@ -144,7 +144,7 @@ COUNTERS = {
 }
 """Of each job and kind, as ``octavo_job_<name>_total``."""
 TOTALS = {
-    "steps_lost": "Steps done again after a rollback or restart in the job's life.",
+    "steps_lost": "Steps given up by rollbacks, restarts, pauses and failures in the job's life.",
     "recovering_seconds": "Seconds from troubles to the first steps after them, in its life.",
 }
 """Of each job, as ``octavo_job_<name>_total``."""

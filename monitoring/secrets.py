@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SECRET_NAME = re.compile(
-    r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|PAT)S?$", re.IGNORECASE
+    # Whole words, between dashes or at the end of an upper-case name as libpq's PGPASSWORD,
+    r"(PASSWORD|PASSWD|PASSPHRASE|PASSCODE|SECRET|TOKEN|CREDENTIAL|API_?KEY|ACCESS_?KEY|"
+    r"PRIVATE_?KEY|AUTH_?KEY|SIGNING_?KEY|ENCRYPTION_?KEY)S?$"
+    # and those that end other words too, or are other things alone (PWD is the current folder).
+    r"|(^|[_.-])(KEY|PAT|PEM|DSN|COOKIE)S?$|[_.-](PASS|PWD|PW|AUTH|CONNECTION_?STRING|CONN_?STR)$"
+    r"|(^|[_.-])CONNECTION_?STRING$",
+    re.IGNORECASE,
 )
 """Of a setting or an environment variable."""
 SECRET_VALUE = re.compile(

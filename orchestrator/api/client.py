@@ -28,6 +28,7 @@ from orchestrator.api.client_errors import (
     ELSEWHERE,
     LOOK_FIRST,
     NO_URL,
+    PLAIN,
     START_AGAIN,
     START_ONE,
     TRY_AGAIN,
@@ -392,6 +393,9 @@ class Client:
                 again = isinstance(error, httpx.ConnectError) or (
                     lost and (repeatable or method == "GET")
                 )
+            if "WRONG_VERSION_NUMBER" in detail:
+                told = f"what answers at {self.url} speaks plain HTTP"
+                raise UnreachableError(told, PLAIN)
             if "CERTIFICATE_VERIFY_FAILED" in detail or "SSL" in detail:
                 told = f"the certificate of {self.url} is not to be trusted: {detail}"
                 raise UnreachableError(told, UNTRUSTED)

@@ -27,6 +27,7 @@ UNTRUSTED = (
     "name the authority that signed its certificate with --ca FILE or $OCTAVO_CA; if you do, or "
     "it is your own machine's, then something else answers there"
 )
+PLAIN = "write http:// for https://, or give the controller a certificate: `octavo up --tls-cert`"
 START_AGAIN = (
     "Ray starts it again as long as its host runs; else start Ray there, and then the controller: "
     "`python -m orchestrator.cluster.on_ray HOME --address {address}`; its jobs are in the store"

@@ -121,8 +121,9 @@ def log_place(row: JobRow, rank: int, start: LogStart) -> LogPlace:
     if start.attempt is not None and start.at not in (0, start.attempt):
         raise HTTPException(422, f"this place is of attempt {start.at}, not {start.attempt}")
     resumed = bool(start.offset)
-    if resumed + (start.since is not None) + (start.tail is not None) > 1:
-        raise HTTPException(422, "a place, `since` and `tail` are three places; give one of them")
+    if resumed and (start.since is not None or start.tail is not None):
+        told = "`offset` is a place already: `since` and `tail` are for who has none"
+        raise HTTPException(422, told)
     place = LogPlace(
         rank, start.attempt or start.at or row.attempt, start.offset, not start.attempt
     )
@@ -132,16 +133,19 @@ def log_place(row: JobRow, rank: int, start: LogStart) -> LogPlace:
 
 
 def _sought(row: JobRow, place: LogPlace, start: LogStart) -> LogPlace:
-    """The place that ``since`` or ``tail`` means: in the attempt asked for, else in any."""
+    """The place that ``since`` or ``tail`` means, with both the later one: in the attempt asked
+    for, else in any."""
     files, logs = _files(row, place), Path(row.job_dir) / "logs"
+    found: list[tuple[int, int]] = []
     if start.since is not None:
-        found = (place.attempt, files.since(start.since)) if start.attempt else None
-        attempt, offset = found or start_since(logs, place.rank, start.since)
-    elif start.tail is not None:
-        found = (place.attempt, files.last(start.tail)) if start.attempt else None
-        attempt, offset = found or start_of_last(logs, place.rank, start.tail)
-    else:
+        here = (place.attempt, files.since(start.since)) if start.attempt else None
+        found.append(here or start_since(logs, place.rank, start.since))
+    if start.tail is not None:
+        here = (place.attempt, files.last(start.tail)) if start.attempt else None
+        found.append(here or start_of_last(logs, place.rank, start.tail))
+    if not found:
         return place
+    attempt, offset = max(found)
     return replace(place, attempt=attempt or place.attempt, offset=offset)
 
 

@@ -221,8 +221,9 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def http(request: Request, error: HTTPException) -> Response:
-        detail = str(error.detail)
-        told = detail[:1].lower() + detail[1:]
+        told = _UNTOLD.get(error.status_code, "").format(method=request.method)
+        if not told or error.detail != HTTPStatus(error.status_code).phrase:
+            told = str(error.detail)
         kind, headers = _kind_of(error.status_code), dict(error.headers or {})
         # FastAPI's 400 is a body that can't be read: one that isn't understood, as others.
         status = kind.status if kind is Kind.REQUEST_INVALID else error.status_code
@@ -257,6 +258,13 @@ def _item(error: Mapping[str, Any]) -> dict[str, Any]:
     message = str(error["msg"])
     filled = {"hint": "", "file": "", "value": "", "line": None, "remedy": ""}
     return {"key": key, "message": message, **filled}
+
+
+_UNTOLD = {
+    404: "there is nothing at this path; /openapi.json shows what there is",
+    405: "{method} is not for this path",
+}
+"""What the framework says by no more than the status' name."""
 
 
 def _kind_of(status: int) -> Kind:

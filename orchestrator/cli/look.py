@@ -32,6 +32,7 @@ from orchestrator.cli.show import (
     print_json,
     print_json_line,
 )
+from orchestrator.cli.tables import as_text
 
 FollowOption = Annotated[bool, typer.Option("-f", "--follow", help="Go on until it ends.")]
 
@@ -108,7 +109,7 @@ def logs(
                 print_json_line(line)
         else:
             for line in piece["lines"]:
-                sys.stdout.write(f"{LogLine(**line).text(stamp)}\n")
+                sys.stdout.write(f"{as_text(LogLine(**line).text(stamp))}\n")
             sys.stdout.flush()
     if follow:
         raise typer.Exit(exit_code(client.job(job)["state"]))

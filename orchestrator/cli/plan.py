@@ -19,6 +19,7 @@ import typer
 from orchestrator.cli.installed import loaded
 from orchestrator.cli.options import OutputOption
 from orchestrator.cli.show import USAGE, CommandError, Output, print_json
+from orchestrator.cli.tables import print_table
 
 if TYPE_CHECKING:
     from orchestrator.planning.cluster import Cluster, ClusterGroup
@@ -132,10 +133,11 @@ def show_plan(file: Path, output: Output, asked: Asked = Asked()) -> None:
 def show_presets(output: Output) -> None:
     """Known shapes, and what their state takes."""
     from orchestrator.planning.presets import EXPERTS, PRESETS
-    from orchestrator.planning.told import preset_lines
+    from orchestrator.planning.told import PRESETS_NOTE, preset_rows
 
     if output is Output.table:
-        print("\n".join(preset_lines()))
+        print_table(preset_rows(), flexible=("SOURCE",))
+        print(PRESETS_NOTE)
         return
     known = {
         name: {"parameters": p.parameters, "model": dict(p.model), "source": p.source}

@@ -8,6 +8,7 @@ move the cursor or change colours. No colours are used.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,20 @@ def _shrink(sizes: list[int], flexible: list[int], cells: list[list[str]], width
 def plain(text: str) -> str:
     """In one line, and without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|.?)"
+)
+"""Sequences of ECMA-48: colours, titles, whatever steers a terminal; cut off ones too."""
+
+
+def as_text(text: str) -> str:
+    """What a rank wrote, tabs and lines as they are, without what steers a terminal."""
+    shown = ESCAPES.sub("", text)
+    return "".join(
+        c if c.isprintable() or c in "\t\n" else "\N{REPLACEMENT CHARACTER}" for c in shown
+    )
 
 
 def fitted(text: str, size: int) -> str:

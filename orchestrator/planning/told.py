@@ -220,25 +220,27 @@ def choice_lines(best: Sequence[Choice], tried: Sequence[Choice]) -> Iterator[st
         yield from (f"  {line}" for line in reasons(best[0], tried))
 
 
-def preset_lines() -> Iterator[str]:
-    """Known shapes, and what the state of each takes."""
-    shares = " ".join(f"{f'OF {n}':>8}" for n in _SHARES)
-    yield f"{'PRESET':<12} {'PARAMETERS':>10} {'STATE':>8} {shares}  SOURCE"
+PRESETS_NOTE = (
+    "STATE: weights, gradients in BF16 and FP32, masters and moments: 20 bytes a\n"
+    "parameter. OF n: a rank's share over n model ranks (tensor × pipeline), as if\n"
+    "all were cut evenly."
+)
+
+
+def preset_rows() -> list[tuple[str, ...]]:
+    """Known shapes, and what the state of each takes, under a heading."""
+    rows = [("PRESET", "PARAMETERS", "STATE", *(f"OF {n}" for n in _SHARES), "SOURCE")]
     for preset in PRESETS.values():
-        yield _preset_line(preset.name, preset.parameters, "", preset.source)
+        rows.append(_preset_row(preset.name, preset.parameters, preset.source))
     for experts in EXPERTS.values():
-        active = f" ({_count(experts.active)} active; can't be trained here)"
-        yield _preset_line(experts.name, experts.parameters, active, experts.source)
-    yield (
-        "STATE: weights, gradients in BF16 and FP32, masters and moments, 20 bytes a parameter;\n"
-        "OF n: a rank's share over n model ranks (tensor × pipeline), as if all were cut evenly."
-    )
+        told = f"{_count(experts.active)} active; can't be trained here; {experts.source}"
+        rows.append(_preset_row(experts.name, experts.parameters, told))
+    return rows
 
 
-def _preset_line(name: str, parameters: int, note: str, source: str) -> str:
+def _preset_row(name: str, parameters: int, source: str) -> tuple[str, ...]:
     state = 20 * parameters
-    shares = " ".join(f"{size(state // n):>8}" for n in _SHARES)
-    return f"{name:<12} {_count(parameters):>10} {size(state):>8} {shares}  {source}{note}"
+    return name, _count(parameters), size(state), *(size(state // n) for n in _SHARES), source
 
 
 def _parts(

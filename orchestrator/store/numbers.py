@@ -96,6 +96,15 @@ def _lived(db: Connection, ids: sa.Select[Any]) -> dict[str, dict[str, Any]]:
         own["steps_lost"] = own.get("steps_lost", 0) + int(detail.get("steps_lost", 0))
         seconds = float(detail.get("time_to_recover_s", 0.0))
         own["recovering_s"] = own.get("recovering_s", 0.0) + seconds
+    # What a person is left with has no recovery, or a later one that counts its own.
+    left = sa.select(actions.c.job, actions.c.step, actions.c.body).where(
+        actions.c.job.in_(ids), actions.c.kind.in_(("pause", "fail"))
+    )
+    for job, step, body in db.execute(left):
+        to_step = json.loads(body).get("to_step")
+        if to_step is not None:
+            lost = max(0, int(step) + 1 - int(to_step))
+            found[job]["steps_lost"] = found[job].get("steps_lost", 0) + lost
     return found
 
 

@@ -196,6 +196,10 @@ def test_a_job_goes_by_id_name_or_unique_beginning(api: TestClient, plane: Contr
     missing = api.get("/v1/jobs/gamma")
     assert missing.status_code == 404
     assert "no job 'gamma'" in missing.json()["error"]
+    nowhere = api.get("/v1/nothing")
+    assert nowhere.status_code == 404 and "nothing at this path" in nowhere.json()["detail"]
+    asked = api.put("/v1/jobs")
+    assert (asked.status_code, asked.json()["detail"]) == (405, "PUT is not for this path")
     twin = plane.submit("alpha")
     several = api.get("/v1/jobs/alpha")
     assert several.status_code == 409

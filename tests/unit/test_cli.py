@@ -195,11 +195,22 @@ def test_a_log_is_shown_from_a_time_on_through_the_attempts_that_followed(
     assert shown() == whole[3:], "the newest attempt's"
     assert shown("--attempt", "1", "--since", "10m") == whole[:2]
     assert shown("--tail", "3") == whole[2:]
+    assert shown("--tail", "3", "--since", "250s") == whole[3:]
+    assert shown("--tail", "1", "--since", "250s") == whole[4:]
     ended = SupervisorBatch(1, transition=(JobState.FAILED, Cause.ERROR))
     plane.controller.report(job, 3, ended)
     plane.supervisors.done.add(job)
     plane.steps()
     assert shown("-f", "--since", "10m") == whole
+    steering = "\x1b[31mred\x1b[0m \x1b]0;title\x07a\tb \x1b[2Jgone\x9b\x00\x1b"
+    with (folder / "logs" / "attempt-3" / "rank-3.log").open("a") as out:
+        row = {"time": now, "level": "INFO", "attempt": 3, "rank": 3, "step": 1, "logger": "x"}
+        out.write(f"{json.dumps({**row, 'message': steering})}\n{steering}\n")
+    capsys.readouterr()
+    call(["logs", job, "--rank", "3", "--tail", "2"])
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition("red")[2] for line in told] == [" a\tb gone\ufffd\ufffd"] * 2
+    assert "\x1b" not in "".join(told)
     assert call(["logs", job, "--since", "soon"]) == 2
     assert "times are as 90s, 30m, 2h, 1d" in capsys.readouterr().err
 

@@ -45,6 +45,16 @@ def test_render_writes_and_diff_tells_what_would_change(
     assert "+      maxReplicas: 32" in told["files"][0]["diff"]
 
 
+def test_what_there_is_to_note_is_in_the_object_of_json_and_else_on_stderr(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["deploy", "render", profile, "-o", "json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and "RDMA pins memory" in json.loads(shown.out)["notes"][0]
+    assert call(["deploy", "render", profile]) == 0
+    assert "RDMA pins memory" in capsys.readouterr().err
+
+
 def test_a_wrong_profile_or_target_is_a_usage_error(
     profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

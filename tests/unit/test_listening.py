@@ -145,6 +145,23 @@ def test_a_client_of_the_home_trusts_its_certificate_and_no_other(
         assert "something else answers there" in refused.value.remedy
 
 
+def test_a_client_that_speaks_tls_to_plain_http_is_told_so(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(plane.controller, "t" * 40)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.02)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    with pytest.raises(UnreachableError, match="speaks plain HTTP") as refused:
+        Client(f"https://127.0.0.1:{port}", "t" * 40).jobs()
+    assert "write http:// for https://" in refused.value.remedy
+    server.should_exit = True
+    thread.join(10)
+
+
 def test_a_client_elsewhere_takes_an_authority_by_file_and_looks_at_the_name(
     plane: ControlPlane,
     tmp_path: Path,

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrator.cli.tables import table_lines
 from orchestrator.planning.defaults import annotated_yaml, default_reasons
 from orchestrator.planning.estimate import Hardware, estimate
-from orchestrator.planning.told import estimate_lines
+from orchestrator.planning.told import PRESETS_NOTE, estimate_lines, preset_rows
 from orchestrator.spec.job import load_spec, parse_spec, spec_data, spec_yaml
 from tests.unit.plan_jobs import job, values
 from tests.unit.test_cli import call
@@ -120,6 +121,9 @@ class TestText:
         assert "llama-405b" in out and "8.12 TB" in out
         [experts] = [line for line in out.splitlines() if line.startswith("moe-671b")]
         assert "671 G" in experts and "can't be trained here" in experts
+        narrow = table_lines(preset_rows(), ("SOURCE",), 80)
+        assert max(map(len, [*narrow, *PRESETS_NOTE.splitlines()])) <= 82
+        assert max(map(len, [*narrow, *PRESETS_NOTE.splitlines()])) <= 80
 
 
 class TestJson:

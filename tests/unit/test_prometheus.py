@@ -15,6 +15,7 @@ import deploy
 from monitoring.prometheus import COUNTERS, GAUGES, TOTALS, JobNumbers, Numbers, exposition
 from monitoring.records import StepRecord
 from monitoring.tensor_stats import TensorStats
+from orchestrator.actions import Action
 from orchestrator.events import EventDraft
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.store.numbers import AFTERWARDS_S
@@ -95,6 +96,10 @@ def test_what_an_operator_pages_on_can_be_asked(plane: ControlPlane, api: TestCl
     assert told[("octavo_job_checkpoint_timestamp_seconds", *at)] == 59.0
     assert told[("octavo_job_steps_lost_total", *at)] == 6
     assert told[("octavo_job_recovering_seconds_total", *at)] == 5.0
+    left = Action("pause", 1, 0, 7, 62.0, "Again.", to_step=4)
+    plane.controller.report(job, 1, SupervisorBatch(2, actions=(left,)))
+    lost_since = samples(api.get("/metrics").text)[("octavo_job_steps_lost_total", *at)]
+    assert lost_since == 6 + 4, "what a person is left with is lost too"
     assert told[("octavo_job_exchange_bytes", *at)] == 512
     assert told[("octavo_controller_pass_timestamp_seconds",)] == plane.now
     began = plane.store.job(job)

@@ -28,6 +28,23 @@ def test_secrets_are_masked_by_name_and_by_shape(spec: dict[str, object]) -> Non
         assert secret not in told
 
 
+@pytest.mark.parametrize(
+    "name",
+    (
+        "PGPASSWORD MYSQL_PWD OPENAI_APIKEY DB_PASS MY_PASSPHRASE TLS_PEM SENTRY_DSN GH_PAT "
+        "AZURE_STORAGE_CONNECTION_STRING registry.password AWS_SECRET_ACCESS_KEY"
+    ).split(),
+)
+def test_what_programs_call_their_secrets_is_known(name: str) -> None:
+    assert masked({name: "hunter2secret"}) == {name: MASK}
+    assert secrets_of({name: "hunter2secret"}) == ("hunter2secret",)
+
+
+@pytest.mark.parametrize("name", ["PWD", "OLDPWD", "PATH", "COMPASS", "MONKEY", "PATTERN"])
+def test_what_only_ends_like_a_secret_is_none(name: str) -> None:
+    assert secrets_of({name: "/some/where/else"}) == ()
+
+
 def test_the_rest_of_a_configuration_stays_as_it_is() -> None:
     spec = {"name": "demo", "tokens": 4096, "num_kv_heads": 4, "keys": [1, 2], "monkey": "x",
             "source": "https://host/path?a=1", "token": None, "empty_token": ""}  # fmt: skip
