@@ -146,15 +146,15 @@ def apply(
         typer.confirm(f"{step.said}{f' ({cost})' if cost else ''}?", abort=True)
     told = run_client(step, files)
     if output is Output.json:
-        done = {"target": wanted, "command": list(step.command), "output": told}
-        print_json({**done, **noted})
+        command = list(step.command)
+        print_json({"target": wanted, "command": command, "output": told, **noted})
     else:
         print(told, end="" if told.endswith("\n") else "\n")
 
 
 def _rendered(
     file: Path, target: str | None, job: Path | None, output: Output
-) -> tuple[ClusterProfile, Target, list[Rendered], dict[str, list[str]]]:
+) -> tuple[ClusterProfile, Target, list[Rendered], dict[str, object]]:
     """What is asked for, checked and rendered; last what there is to note, for an answer as JSON:
     else it is on stderr already. Raises SpecError for a profile, or a job, that is wrong."""
     from deploy.cluster_profile import TARGETS
@@ -176,11 +176,11 @@ def _rendered(
         if wanted not in ("rayjob", "slurm"):
             raise CommandError(f"--job means nothing for {wanted}", "leave it out", USAGE)
         text = _job_text(job, checked, wanted)
-    told = notes(checked, wanted)
+    noted = notes(checked, wanted)
     if output is not Output.json:
-        for note in told:
+        for note in noted:
             print(f"octavo deploy: {note}", file=sys.stderr)
-    return checked, wanted, render_target(checked, wanted, text), {"notes": told}
+    return checked, wanted, render_target(checked, wanted, text), {"notes": noted}
 
 
 def _job_text(file: Path, profile: ClusterProfile, target: Target) -> str:

@@ -18,12 +18,17 @@ from launch.commands import RestorePoint, SnapshotReport
 from launch.keeper import Inventory
 from launch.keeper_clients import patience_s
 from launch.snapshots import SnapshotKey
+from monitoring.job_view import JobView
+from monitoring.records import StepRecord
+from monitoring.utilization import RANK_PEAK
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.groups import DiskOrder, NodeGroups
+from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import FencedError, ResumeState
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
 from orchestrator.saved.restore import candidates, points_in_memory
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
@@ -67,11 +72,32 @@ class Rescue:
 
     def _run(self, job: str, held: Mapping[int, Inventory]) -> None:
         try:
-            for event in self._rescue(self._store.attempts.resume_state(job), held):
+            last = self._store.attempts.resume_state(job)
+            told = self._rescue(last, held)
+            for event in told:
                 self._store.note(job, event)
+            if told:
+                # What its supervisor wrote when it ended knows nothing of this.
+                write_closing(self._view(job), Path(last.job_dir))
         except Exception:
             logger.exception("the newest state of %s in memory could not be looked after", job)
         self._done()
+
+    def _view(self, job: str) -> JobView:
+        """What is stored of the job, as its supervisor's view of it is."""
+        row, past = self._store.job(job), self._store.past.history(job)
+        whole = self._store.past.newest_steps(job, WHOLE_RECORDS)
+        light = past.steps[: len(past.steps) - len(whole)][-LIGHT_RECORDS:]
+        return JobView(
+            job=job,
+            state=row.state.word,
+            spec=row.spec.model_dump(mode="json"),
+            steps=[StepRecord.from_json(step) for step in (*light, *whole)],
+            incidents=past.incidents,
+            actions=[action.to_json() for action in self._store.past.actions(job)],
+            events=past.events,
+            extra={"job_dir": row.job_dir, RANK_PEAK: rank_peak_tokens_per_s(row.spec)},
+        )
 
     def _rescue(self, last: ResumeState, held: Mapping[int, Inventory]) -> list[EventDraft]:
         """What became of it, for people."""

@@ -19,7 +19,7 @@ class WayBack:
 
     actions: tuple[Action, ...]
     detected: float
-    """When the first trouble was seen."""
+    """When the first trouble was."""
     recorded: int
     """Newest step recorded when it began."""
 
@@ -37,10 +37,10 @@ class WayBack:
         return max(0, self.recorded + 1 - step)
 
 
-def joined(way: WayBack | None, action: Action, now: float, recorded: int) -> WayBack:
+def joined(way: WayBack | None, action: Action, recorded: int) -> WayBack:
     """``action`` as a way back of its own, or as more of the one that goes on."""
     if way is None:
-        return WayBack((action,), now, recorded)
+        return WayBack((action,), _seen(action), recorded)
     return WayBack((*way.actions, action), way.detected, max(way.recorded, recorded))
 
 
@@ -51,5 +51,9 @@ def left_open(resume: ResumeState) -> WayBack | None:
     action = resume.actions[-1]
     if action.attempt != resume.attempt - 1 or not is_restart(action):
         return None
-    seen = min((incident.time for incident in action.incidents), default=action.time)
-    return WayBack((action,), seen, resume.step)
+    return WayBack((action,), _seen(action), resume.step)
+
+
+def _seen(action: Action) -> float:
+    """When the trouble that it answers was, as ``monitoring.summary`` counts too."""
+    return min([*(incident.time for incident in action.incidents), action.time])

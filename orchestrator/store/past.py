@@ -52,6 +52,13 @@ class PastRecords:
             row = db.execute(newest).mappings().one_or_none()
             return None if row is None else {**row, "detail": json.loads(row["detail"])}
 
+    def newest_steps(self, job: str, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` of them, oldest first."""
+        newest = sa.select(steps).where(steps.c.job == job).order_by(steps.c.id.desc())
+        with self._reading() as db:
+            rows = db.execute(newest.limit(count)).mappings().all()
+            return [json.loads(row["body"]) for row in reversed(rows)]
+
     def steps(self, job: str, after: int = 0, limit: int = 500) -> list[dict[str, Any]]:
         """``StepRecord.to_json()`` with an ``id``, in the order they were stored."""
         with self._reading() as db:

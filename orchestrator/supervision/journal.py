@@ -7,7 +7,6 @@ W&B and the report never stop training; no secret of the environment is in a tex
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import deque
@@ -27,17 +26,13 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import JobHistory, ResumeState, StepContext
 from orchestrator.recovery.controls import ControlAnswer
+from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
 from orchestrator.spec.backend import backend_of
 from orchestrator.supervision.notices import backend_chosen, backend_detail, decided, seen
 from orchestrator.supervision.outbox import Outbox, Told
 from parallel.precision.choice import BackendChoice
 
 logger = logging.getLogger(__name__)
-
-LIGHT_RECORDS = 100_000
-"""Records kept for the report."""
-WHOLE_RECORDS = 512
-"""Newest records that keep their per-tensor statistics."""
 
 
 class RunLog(Protocol):
@@ -181,16 +176,9 @@ class Journal:
 
     def write_report(self, state: JobState) -> None:
         """``summary.json`` and ``report.html`` in the job's directory, and W&B's end."""
-        from monitoring.report import render_report
-        from monitoring.summary import summarize
-
         summary: dict[str, Any] | None = None
         try:
-            view = self.view(state)
-            summary = summarize(view)
-            folder = Path(self._resume.job_dir)
-            _write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-            _write(folder / "report.html", render_report(view))
+            summary = write_closing(self.view(state), Path(self._resume.job_dir))
         except Exception:
             # A full disk or a wrong number in a report is no reason to lose the job's end.
             logger.exception("the report of %s could not be written", self._resume.job)
@@ -207,10 +195,3 @@ class Journal:
         event = EventDraft(notice.kind, now, message, without_in(notice.detail, self._secrets))
         self._events.append(asdict(event))
         return event
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file in one go, so that a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -75,9 +75,10 @@ def way_back_missed(why: str, to_step: int | None) -> Notice:
     )
 
 
-def recovered(way: WayBack, now: float, step: int) -> Notice:
-    """``step`` followed a way back; ``steps_lost`` is what ``monitoring.summary`` counts."""
-    seconds, lost = now - way.detected, way.steps_lost(step)
+def recovered(way: WayBack, ended: float, step: int) -> Notice:
+    """``step``, which ``ended`` then, followed a way back; both numbers are what
+    ``monitoring.summary`` counts."""
+    seconds, lost = max(0.0, ended - way.detected), way.steps_lost(step)
     return Notice(
         "recovered",
         f"Recovered by {way.words} in {seconds:.2f} s: training goes on at step {step}, "

@@ -293,7 +293,7 @@ class Supervision:
         way, self._way_back = self._way_back, None
         told = [notices.training(record.attempt, record.step)] if first else []
         if way is not None:
-            told.append(notices.recovered(way, now, record.step))
+            told.append(notices.recovered(way, record.time, record.step))
         cause = Cause.FIRST_STEP if first else Cause.RECOVERED
         for notice in told:
             last = notice is told[-1]
@@ -315,7 +315,7 @@ class Supervision:
         if action.kind == "accept":
             self._bank.renew(attempt.facts.step + 1)
         self._journal.decided(action, incidents, transition, self._bank.state_dict())
-        way = joined(self._way_back, action, now, attempt.facts.step)
+        way = joined(self._way_back, action, attempt.facts.step)
         attempt.facts.apply(action)
         match action.kind:
             case "skip_step" | "accept" | "none":
@@ -414,7 +414,7 @@ class Supervision:
         self._journal.decided(action, (), transition, self._bank.state_dict())
         facts = self._attempt.facts
         if back:
-            self._way_back = joined(self._way_back, action, now, facts.step)
+            self._way_back = joined(self._way_back, action, facts.step)
         facts.apply(action)
 
     def post(self, order: Order) -> int:

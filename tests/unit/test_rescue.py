@@ -122,6 +122,10 @@ def test_the_newest_step_that_every_rank_has_a_copy_of_becomes_a_checkpoint(
         "written its last state."
     ]
     assert job.id not in plane.groups.held
+    # What its supervisor left when it ended knew nothing of that.
+    summary = json.loads((job.folder / "summary.json").read_text())
+    assert (summary["checkpoint_step"], summary["state"]) == (15, word.word)
+    assert summary["steps"] == 19 and (job.folder / "report.html").stat().st_size > 1000
 
 
 def test_each_rank_is_written_once_and_both_seats_have_their_share(plane: ControlPlane) -> None:

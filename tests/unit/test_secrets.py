@@ -30,10 +30,19 @@ def test_secrets_are_masked_by_name_and_by_shape(spec: dict[str, object]) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "PGPASSWORD MYSQL_PWD OPENAI_APIKEY DB_PASS MY_PASSPHRASE TLS_PEM SENTRY_DSN GH_PAT "
-        "AZURE_STORAGE_CONNECTION_STRING registry.password AWS_SECRET_ACCESS_KEY"
-    ).split(),
+    [
+        "PGPASSWORD",
+        "MYSQL_PWD",
+        "OPENAI_APIKEY",
+        "DB_PASS",
+        "MY_PASSPHRASE",
+        "TLS_PEM",
+        "SENTRY_DSN",
+        "GH_PAT",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "registry.password",
+        "AWS_SECRET_ACCESS_KEY",
+    ],
 )
 def test_what_programs_call_their_secrets_is_known(name: str) -> None:
     assert masked({name: "hunter2secret"}) == {name: MASK}
