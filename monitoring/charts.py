@@ -31,12 +31,12 @@ def short(value: float) -> str:
         return str(value)
     if value != 0 and (abs(value) >= 1e5 or abs(value) < 1e-3):
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def whole(value: float) -> str:
     """A number of which all digits before the point matter, as tokens a second: ``102,044``."""
-    if not math.isfinite(value) or abs(value) < 1000:
+    if not math.isfinite(value) or abs(value) < 999.5:
         return short(value)
     return f"{value:,.0f}"
 

@@ -256,7 +256,11 @@ def _so_far(view: JobView, width: int) -> RenderableType | None:
         parts[-1] += " lost"
     if not parts:
         return None
-    label = _fitting([f"so far {parts[0]}", *parts[1:]], width)
+    words = [f"so far {parts[0]}", *parts[1:]]
+    label = _fitting(words, width)
+    if label != "  ".join(words):
+        # What is left out is not to read as what there was not.
+        label = f"{_fitting(words, width - 2)} …"
     return Text.assemble(("so far ", "dim"), label.removeprefix("so far "))
 
 

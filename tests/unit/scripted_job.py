@@ -172,6 +172,8 @@ class ScriptedRanks:
 
     script: Script = field(default_factory=Script)
     deliver: Callable[[Sequence[Report]], None] = lambda reports: None
+    clock: Callable[[], float] = lambda: 0.0
+    """When a step ends, for its reports."""
     assignments: Sequence[Assignment] = ()
     attempts: list[Sequence[Assignment]] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
@@ -353,7 +355,7 @@ class ScriptedRanks:
             timeline=self.timeline,
             rank=rank,
             step=self.step,
-            time=float(self.step),
+            time=self.clock(),
             batch=batch,
             loss=math.nan if skipped else loss,
             grad_norm=math.nan if skipped else 1.0,
@@ -387,6 +389,7 @@ class Bench:
         self.controller = ScriptedController(spec(**sections), job_dir)
         self.ranks = ScriptedRanks(script or Script())
         self.now = 1000.0
+        self.ranks.clock = lambda: self.now
         self.pauses: list[float] = []
         self.take_over(self.controller.resume())
 

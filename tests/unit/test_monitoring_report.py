@@ -317,7 +317,14 @@ class TestCharts:
 
     @pytest.mark.parametrize(
         ("value", "label"),
-        [(0.0, "0"), (2.5, "2.5"), (12345.6, "12,346"), (3e-5, "3.0e-5"), (math.nan, "nan")],
+        [
+            (0.0, "0"),
+            (2.5, "2.5"),
+            (12345.6, "12,346"),
+            (999.6, "1,000"),
+            (3e-5, "3.0e-5"),
+            (math.nan, "nan"),
+        ],
     )
     def test_labels_are_short(self, value, label):
         assert short(value) == label

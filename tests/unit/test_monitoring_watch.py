@@ -119,6 +119,7 @@ class TestPanel:
 
     def test_what_recovery_came_to_stays_on_the_screen(self):
         assert "so far 3 troubles  1 rollback  1 restart  13 steps lost" in shown(EVENTFUL, 80, 24)
+        assert "so far 3 troubles  1 rollback …" in shown(EVENTFUL, 40, 24)
         assert "so far" not in shown(JobView("a-000000", "running", {}, VIEW.steps[:9]), 80)
 
     def test_says_why_a_job_stands_still(self):
