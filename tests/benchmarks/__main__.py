@@ -39,6 +39,14 @@ BENCHMARKS = (
 ROWS = frozenset(
     {
         "bench_overhead",
+        "bench_recovery",
+        "bench_snapshots",
+        "bench_checkpoints",
+        "bench_telemetry",
+        "bench_detection",
+        "bench_detectors",
+        "bench_plan",
+        "bench_api",
         "bench_start",
         "bench_rank_killed",
         "bench_control_plane",

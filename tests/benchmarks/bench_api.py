@@ -1,6 +1,7 @@
 """The API under load: listeners of events while submissions arrive, all on the loopback.
 
     python -m tests.benchmarks.bench_api [--listeners 50] [--jobs 20] [--submissions 200]
+        [--out DIR]
 
 A controller (real app, real store on disk, real port; stand-ins for nodes and supervisors) in a
 process of its own. Fifty listeners hear the events of twenty jobs as server-sent events, while two
@@ -31,6 +32,7 @@ from orchestrator.api.app import create_app
 from orchestrator.api.client import Client
 from orchestrator.events import EventDraft
 from orchestrator.protocol import SupervisorBatch
+from tests.benchmarks.results import add_arguments, at_most, measured, report
 from tests.unit.control_plane import TOKEN, ControlPlane
 
 EVENTS = 50
@@ -108,6 +110,7 @@ def main() -> int:
     parser.add_argument("--listeners", type=int, default=50)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--submissions", type=int, default=200)
+    add_arguments(parser)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
@@ -124,13 +127,19 @@ def main() -> int:
             text=True,
         )
         try:
-            return _measure(process, asked.listeners, asked.submissions, text)
+            return _measure(process, asked.listeners, asked.submissions, text, asked.out)
         finally:
             process.kill()
             process.wait()
 
 
-def _measure(process: subprocess.Popen[str], listeners: int, submissions: int, text: Path) -> int:
+def _measure(
+    process: subprocess.Popen[str],
+    listeners: int,
+    submissions: int,
+    text: Path,
+    results: Path | None,
+) -> int:
     assert process.stdout is not None and process.stdin is not None
     there = json.loads(process.stdout.readline())
     url, jobs = there["url"], there["jobs"]
@@ -151,14 +160,19 @@ def _measure(process: subprocess.Popen[str], listeners: int, submissions: int, t
     wrong = sum(found != whole for found in told)
     stored = len(Client(url, TOKEN).jobs())
     centiles = statistics.quantiles(took, n=100)
-    print(
-        f"{submissions} submissions in {over:.1f} s beside {listeners} listeners of {len(jobs)} "
-        f"jobs: median {1e3 * statistics.median(took):.0f} ms, p99 {1e3 * centiles[98]:.0f} ms, "
-        f"longest {1e3 * took[-1]:.0f} ms"
-    )
-    print(f"{sum(map(len, told))} events heard, {wrong} listeners missed, doubled or mixed up some")
-    print(f"{stored - len(jobs)} of {submissions} submissions are stored")
-    return int(wrong > 0 or stored - len(jobs) != submissions)
+    lost = submissions - (stored - len(jobs))
+    setting = f"{submissions} submissions, {SUBMITTERS} at a time, {listeners} listeners"
+    heard_of = f"{sum(map(len, told)):,} events of {len(jobs)} jobs were heard"
+    name = "listeners that missed, doubled or mixed up events"
+    rows = [
+        measured("submit", setting, took, "s"),
+        measured("submit, p99", setting, [centiles[98]], "s"),
+        measured("submissions a second", setting, [submissions / over], ""),
+        measured("submissions that are not stored", setting, [lost], "", aim=at_most(0)),
+        measured(name, setting, [wrong], "", aim=at_most(0), note=heard_of),
+    ]
+    report("bench_api", rows, results, seconds=over)
+    return int(wrong > 0 or lost != 0)
 
 
 if __name__ == "__main__":

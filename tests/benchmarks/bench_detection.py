@@ -7,7 +7,7 @@ step without the trouble has not seen it, and counts for nothing. What follows a
 is not modelled: records go on, so a rule that strikes on and on is counted each time, while an
 incident of Octavo's holds for ``settle_steps``.
 
-    python -m tests.benchmarks.bench_detection [--traces FOLDER] [--steps N]
+    python -m tests.benchmarks.bench_detection [--traces FOLDER] [--steps N] [--out DIR]
 
 Real traces are recorded once a folder (some minutes on two cores); without one they are left out.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from monitoring.detectors import DetectorBank
 from monitoring.records import StepRecord
 from tests.benchmarks.detection_traces import AFTER, Trace, healthy, recorded, troubled
 from tests.benchmarks.published_rules import PUBLISHED, Rule
+from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_most, measured, report
 
 
 class Octavo:
@@ -115,7 +117,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, help="folder of the real traces")
     parser.add_argument("--steps", type=int, default=2000, help="of each healthy control")
+    add_arguments(parser)
     options = parser.parse_args()
+    began = time.monotonic()
     made = list(troubled())
     real = list(recorded(options.traces)) if options.traces else []
     sick = [t for t in (*made, *real) if t.onset is not None]
@@ -129,10 +133,13 @@ def main() -> int:
     alarms = {c: {r: str(s.alarms) for r, s in of.items()} for c, of in calm.items()}
     steps = {c: next(iter(of.values())).healthy_steps for c, of in calm.items()}
     _table("healthy", {f"{c} ({steps[c]:,} steps)": of for c, of in alarms.items()})
-    total = _totals(by_case, calm)
     print()
-    _table("in all", total)
-    print(f"\nAhead of the loss in gradual growth: {leads(made)} steps.")
+    rows = rows_of(by_case, calm, leads(made))
+    left_out = (
+        {} if options.traces else {"real traces": "give --traces FOLDER, where they are kept"}
+    )
+    seconds = time.monotonic() - began
+    report("bench_detection", rows, options.out, seconds=seconds, left_out=left_out)
     missed = [case for case, of in by_case.items() if of[Octavo.name].misses]
     false = [c for c, of in {**by_case, **calm}.items() if of[Octavo.name].alarms]
     print("Octavo misses: " + ("; ".join(missed) or "none"))
@@ -140,24 +147,31 @@ def main() -> int:
     return int(bool(missed or false))
 
 
-def _totals(
-    sick: dict[str, dict[str, Score]], sound: dict[str, dict[str, Score]]
-) -> dict[str, dict[str, str]]:
-    rows: dict[str, dict[str, str]] = {
-        "troubles missed, of those there are": {},
-        "median delay of those seen, steps": {},
-        "false alarms per 10,000 healthy steps": {},
-    }
-    missed, delay, alarms = rows.values()
+def rows_of(
+    sick: dict[str, dict[str, Score]], sound: dict[str, dict[str, Score]], ahead: Sequence[int]
+) -> list[Result]:
+    """Of each rule over all cases: what it misses, how soon it sees the rest, its false alarms."""
+    rows = []
     for rule in RULES:
+        ours = rule is Octavo
+        side = OCTAVO if ours else rule.name
+        none = at_most(0) if ours else None
         met = [of[rule.name] for of in sick.values()]
         every = [*met, *(of[rule.name] for of in sound.values())]
         delays = [d for score in met for d in score.delays]
-        count = sum(score.misses for score in met)
-        missed[rule.name] = f"{count} of {count + len(delays)}"
-        delay[rule.name] = f"{statistics.median(delays):g}" if delays else "–"
+        missed = sum(score.misses for score in met)
         steps = sum(score.healthy_steps for score in every)
-        alarms[rule.name] = f"{1e4 * sum(score.alarms for score in every) / steps:.1f}"
+        alarms = sum(score.alarms for score in every)
+        traces = f"{missed + len(delays)} troubles of {len(sick)} kinds"
+        healthy = f"{steps:,} healthy steps"
+        rate = 1e4 * alarms / steps
+        name = "steps from the onset of a trouble to the first strike"
+        rows += [
+            measured("troubles missed", traces, [missed], "", side=side, aim=none),
+            measured(name, traces, delays, "", side=side),
+            measured("false alarms in 10,000 steps", healthy, [rate], "", side=side, aim=none),
+        ]
+    rows.append(measured("steps ahead of the loss", "gradual growth of amax", ahead, ""))
     return rows
 
 

@@ -1,6 +1,7 @@
 """What all detectors together cost a step, and how often they cry wolf on healthy runs.
 
     python -m tests.benchmarks.bench_detectors [--tensors 1000] [--steps 300] [--healthy 20000]
+        [--out DIR]
 
 Cost: the whole bank's ``observe`` on a record of a thousand tensors, once every detector has its
 history; the aim is a millisecond. False alarms: synthetic healthy runs of every kind
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from monitoring.config import DetectionConfig
 from monitoring.detectors import DetectorBank
 from monitoring.records import Incident
+from tests.benchmarks.results import add_arguments, at_most, measured, report
 from tests.unit.healthy_runs import HEALTHY_KINDS, SCALING, HealthyKind, healthy_run
 
 RUN = 2000
 """Steps of a healthy run."""
 ROLES = 3
 """Tensors a layer."""
+AIM_S = at_most(1e-3)
+"""Of ``observe``, a step."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +71,35 @@ def false_alarms(
 
 
 def main() -> int:
-    """Print both; 1 if there was a false alarm."""
-    parser = argparse.ArgumentParser()
+    """Print the table; 1 if there was a false alarm."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--healthy", type=int, default=20_000)
+    add_arguments(parser)
     arguments = parser.parse_args()
+    began = time.monotonic()
     config = DetectionConfig(exchange_error=0.04)
 
-    measured = cost(arguments.tensors, arguments.steps, config)
-    quartiles = statistics.quantiles(measured.observe, n=4)
-    print(
-        f"{measured.tensors} tensors: {quartiles[1]:.2f} ms a step ({quartiles[0]:.2f} to "
-        f"{quartiles[2]:.2f}, quartiles of {len(measured.observe)}); state "
-        f"{measured.state_bytes / 1024:.0f} KiB, {measured.save:.1f} ms where it is stored"
-    )
-    print("\n| healthy run | steps | false alarms |\n|---|---|---|")
+    found = cost(arguments.tensors, arguments.steps, config)
+    setting = f"{found.tensors:,} tensors"
+    stored = f"{found.state_bytes / 1024:.0f} KiB"
+    rows = [
+        measured(
+            "all detectors, a step", setting, [1e-3 * t for t in found.observe], "s", aim=AIM_S
+        ),
+        measured("their state made ready to store", setting, [1e-3 * found.save], "s", note=stored),
+    ]
     seeds = range(max(1, round(arguments.healthy / RUN / len(HEALTHY_KINDS))))
     alarms: list[Incident] = []
     for kind in HEALTHY_KINDS:
-        found = false_alarms(kind, RUN, config, seeds)
-        alarms += found
-        print(f"| {kind.replace('_', ' ')} | {RUN * len(seeds)} | {len(found)} |", flush=True)
+        incidents = false_alarms(kind, RUN, config, seeds)
+        alarms += incidents
+        setting = f"healthy run: {kind.replace('_', ' ')}, {RUN * len(seeds):,} steps"
+        rows.append(measured("false alarms", setting, [len(incidents)], "", aim=at_most(0)))
     for incident in alarms:
         print(f"step {incident.step}: {incident.message}")
+    report("bench_detectors", rows, arguments.out, seconds=time.monotonic() - began)
     return int(bool(alarms))
 
 

@@ -134,13 +134,22 @@ def _add_numbers(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="PxD")
 
 
-def compare_layouts(compare: Callable[[str, int, int], None], rounds: int) -> None:
-    """``compare(layout, rounds, steps)`` for each layout that the command line asks for."""
+def compare_layouts(
+    benchmark: str, compare: Callable[[str, int, int], list[Result]], rounds: int
+) -> None:
+    """Report the rows of ``compare(layout, rounds, steps)`` for each layout that the command line
+    asks for."""
     parser = argparse.ArgumentParser()
     _add_numbers(parser, rounds)
+    add_arguments(parser)
     arguments = parser.parse_args()
-    for layout in arguments.layouts:
-        compare(layout, arguments.rounds, arguments.steps)
+    began = time.monotonic()
+    rows = [
+        row
+        for layout in arguments.layouts
+        for row in compare(layout, arguments.rounds, arguments.steps)
+    ]
+    report(benchmark, rows, arguments.out, seconds=time.monotonic() - began)
 
 
 def on_layout(layout: str, steps: int) -> JobSpec:

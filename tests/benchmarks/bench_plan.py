@@ -1,6 +1,6 @@
 """Memory and traffic that `octavo plan` foretells against those of real ranks on this machine.
 
-    python -m tests.benchmarks.bench_plan [--only NAME …]
+    python -m tests.benchmarks.bench_plan [--only NAME …] [--out DIR]
 
 Each setting runs its ranks over gloo with the product's engine and its ring of snapshots, for a few
 steps, twice: with every block of memory mapped by itself, which shows what is *in use* at the peak
@@ -18,20 +18,25 @@ import argparse
 import ctypes
 import gc
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.planning.memory import job_memory
+from orchestrator.planning.memory import RankMemory, job_memory
 from orchestrator.planning.shapes import held, shape_of, stages
 from orchestrator.planning.traffic import exchanged_bytes
 from orchestrator.spec.errors import Source
 from orchestrator.spec.job import JobSpec, spec_of
 from parallel.topology import coordinates
-from tests.ranks.launch_ranks import run_ranks
+from tests.benchmarks.results import Result, add_arguments, at_most, measured, report
+from tests.ranks.launch_ranks import RankFailed, run_ranks
 
 STEPS = 2
+AIM = at_most(5)
+"""Per cent that the memory in use may be off, of the worst."""
 MODEL = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
 MODEL |= {"ffn_size": 2816, "vocab_size": 8192}
 TINY = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 256, "vocab_size": 256}
@@ -202,10 +207,83 @@ def foretold_sent(spec: JobSpec, stage: int) -> int:
     return exchanged_bytes(spec, held(shape_of(spec.model), here, degrees.tensor))
 
 
-def main() -> None:
-    """Print a line a setting and pipeline stage."""
-    parser = argparse.ArgumentParser()
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What was foretold and measured of one pipeline stage, in bytes."""
+
+    told: RankMemory
+    ring: int
+    peak: int
+    resident: int
+    told_sent: int
+    sent: int
+
+    @property
+    def off(self) -> float:
+        """Per cent that the memory in use is foretold too large."""
+        return 100 * (self.told.alive / self.peak - 1)
+
+    @property
+    def off_with_ring(self) -> float:
+        """The same of memory with the ring of snapshots."""
+        return 100 * ((self.told.alive + self.ring) / (self.peak + self.ring) - 1)
+
+    def line(self, name: str, stage: int) -> str:
+        """For people."""
+        holes = (self.resident - self.peak) / (self.told.activations + self.told.working)
+        return (
+            f"{name:<34} {stage:>5} {self.told.alive / 1e6:>8.0f} {self.peak / 1e6:>8.0f} "
+            f"{self.off:>+6.1f}% {self.off_with_ring:>+8.1f}% "
+            f"{self.told.total / 1e6:>8.0f} {self.resident / 1e6:>8.0f} {holes:>5.1f} "
+            f"{self.told_sent:>11,} {self.sent:>11,}"
+        )
+
+
+def stages_of(name: str) -> list[Stage]:
+    """Both of each pipeline stage of a setting. Raises RankFailed."""
+    spec = spec_of_setting(name)
+    degrees = spec.parallelism
+    assert degrees.data is not None
+    world = degrees.data * degrees.tensor * degrees.pipeline
+    used, resident = (
+        run_ranks(measure, world, spec, alone, timeout_s=900.0) for alone in (True, False)
+    )
+    memory = job_memory(spec)
+    found = []
+    for stage, told in enumerate(memory.stages):
+        ring = (spec.snapshots.keep + 1) * memory.snapshots[stage]
+        ranks = [r for r in range(world) if coordinates(r, degrees).pipe == stage]
+        peak, there = (max(of[r].peak for r in ranks) - ring for of in (used, resident))
+        sent = max(resident[r].sent for r in ranks)
+        found.append(Stage(told, ring, peak, there, foretold_sent(spec, stage), sent))
+    return found
+
+
+def rows_of(found: Sequence[Stage], settings: int, failed: int) -> list[Result]:
+    """Over all stages of all settings."""
+    where = f"{settings} settings"
+    counts: dict[str, Any] = {"failures": failed}
+    off = [abs(stage.off) for stage in found]
+    with_ring = [abs(stage.off_with_ring) for stage in found]
+    resident = [stage.resident / stage.told.total for stage in found]
+    sent = [100 * abs(stage.told_sent / stage.sent - 1) for stage in found if stage.sent]
+    name = "memory in use, octavo plan's away from the measured"
+    return [
+        measured(name, where, off, "%", **counts),
+        measured(f"{name}, the worst", where, [max(off)] if off else [], "%", aim=AIM, **counts),
+        measured(f"{name}, ring included", where, with_ring, "%", **counts),
+        measured("resident memory, measured over the most that plan tells", where, resident, "×"),
+        measured("bytes sent a step, octavo plan's away from the measured", where, sent, "%"),
+    ]
+
+
+def main() -> int:
+    """Print a line a setting and pipeline stage, then the table; the number that failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    add_arguments(parser)
+    asked = parser.parse_args()
+    began = time.monotonic()
     print(
         f"{'':<34} {'':>5} {'in use, MB':>25} {'with ring':>9} {'resident, MB':>17} {'holes':>5} "
         f"{'sent':>23}"
@@ -214,29 +292,22 @@ def main() -> None:
         f"{'setting':<34} {'stage':>5} {'foretold':>8} {'measured':>8} {'':>7} {'':>9} "
         f"{'at most':>8} {'measured':>8} {'':>5} {'foretold':>11} {'measured':>11}"
     )
-    for name in parser.parse_args().only:
-        spec = spec_of_setting(name)
-        degrees = spec.parallelism
-        assert degrees.data is not None
-        world = degrees.data * degrees.tensor * degrees.pipeline
-        used, resident = (
-            run_ranks(measure, world, spec, alone, timeout_s=900.0) for alone in (True, False)
-        )
-        memory = job_memory(spec)
-        for stage, told in enumerate(memory.stages):
-            ring = (spec.snapshots.keep + 1) * memory.snapshots[stage]
-            ranks = [r for r in range(world) if coordinates(r, degrees).pipe == stage]
-            peak, there = (max(of[r].peak for r in ranks) - ring for of in (used, resident))
-            holes = (there - peak) / (told.activations + told.working)
-            sent = max(resident[r].sent for r in ranks)
-            print(
-                f"{name:<34} {stage:>5} {told.alive / 1e6:>8.0f} {peak / 1e6:>8.0f} "
-                f"{told.alive / peak - 1:>+7.1%} {(told.alive + ring) / (peak + ring) - 1:>+9.1%} "
-                f"{told.total / 1e6:>8.0f} {there / 1e6:>8.0f} {holes:>5.1f} "
-                f"{foretold_sent(spec, stage):>11,} {sent:>11,}",
-                flush=True,
-            )
+    found: list[Stage] = []
+    failed = 0
+    for name in asked.only:
+        try:
+            of_setting = stages_of(name)
+        except RankFailed as error:
+            failed += 1
+            print(f"{name}: {error}", flush=True)
+            continue
+        for number, stage in enumerate(of_setting):
+            print(stage.line(name, number), flush=True)
+        found += of_setting
+    rows = rows_of(found, len(asked.only), failed)
+    report("bench_plan", rows, asked.out, seconds=time.monotonic() - began)
+    return failed
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
