@@ -136,6 +136,10 @@ class JobHistory:
     """Fields of ``EventDraft``."""
 
 
+BY_KEEPERS = "keepers"
+"""``by`` in the detail of a ``checkpoint_written`` that no supervisor told of."""
+
+
 class FencedError(RuntimeError):
     """The controller refused a supervisor: another attempt is the job's now."""
 

@@ -25,7 +25,7 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.groups import DiskOrder, NodeGroups
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
-from orchestrator.protocol import FencedError, ResumeState
+from orchestrator.protocol import BY_KEEPERS, FencedError, ResumeState
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
@@ -184,4 +184,4 @@ def _told(step: int, why: str, now: float) -> EventDraft:
         f"Checkpoint of step {step} written from the nodes' memory: no rank was left that could "
         "have written its last state."
     )
-    return EventDraft("checkpoint_written", now, message, {"step": step})
+    return EventDraft("checkpoint_written", now, message, {"step": step, "by": BY_KEEPERS})

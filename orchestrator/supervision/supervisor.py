@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launch.checkpoints import checkpoint_folder
 from launch.preflight_run import PreflightRun
 from launch.step_part import Sent
 from launch.worker_group import WorkerGroup
@@ -24,6 +25,7 @@ from monitoring.wandb_run import WandbRun
 from orchestrator.node_slot import NodeSlot
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import (
+    BY_KEEPERS,
     CONTROLLER_ACTOR,
     NAMESPACE,
     Acknowledgement,
@@ -204,6 +206,17 @@ def _topology(resume: ResumeState) -> dict[str, int]:
     }
 
 
+def written_since(past: JobHistory) -> list[int]:
+    """Checkpoints that were made after the last supervisor ended, which its run can't know."""
+    found: list[int] = []
+    for event in past.events:
+        if event["kind"] == "attempt_started":
+            found = []
+        elif event["kind"] == "checkpoint_written" and event["detail"].get("by") == BY_KEEPERS:
+            found.append(int(event["detail"]["step"]))
+    return found
+
+
 def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
     """The job's W&B run; None when there can't be one, for training goes on without."""
     try:
@@ -217,6 +230,8 @@ def run_log(resume: ResumeState, past: JobHistory) -> RunLog | None:
             incidents=past.incidents,
             actions=[action.to_json() for action in resume.actions],
         )
+        for step in written_since(past):
+            run.log_checkpoint(step, checkpoint_folder(resume.job_dir, step))
     except Exception:
         logger.exception("no W&B run for %s", resume.job)
         return None

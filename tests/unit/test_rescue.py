@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from launch.state_header import LAYOUT, META_KEY
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
+from orchestrator.supervision.supervisor import written_since
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import step
 
@@ -122,6 +124,11 @@ def test_the_newest_step_that_every_rank_has_a_copy_of_becomes_a_checkpoint(
         "written its last state."
     ]
     assert job.id not in plane.groups.held
+    # The next attempt's W&B run tells of it, and no run after that.
+    past = plane.store.past.history(job.id)
+    assert written_since(past) == [15]
+    begun = {"kind": "attempt_started", "time": 0.0, "message": "", "detail": {}}
+    assert written_since(replace(past, events=(*past.events, begun))) == []
     # What its supervisor left when it ended knew nothing of that.
     summary = json.loads((job.folder / "summary.json").read_text())
     assert (summary["checkpoint_step"], summary["state"]) == (15, word.word)
