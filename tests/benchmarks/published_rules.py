@@ -159,9 +159,11 @@ class ZClip:
     def __init__(self) -> None:
         self._first: list[float] = []
         self._mean = self._variance = math.nan
+        self.taken = math.nan
+        """What it would clip the newest norm to: the norm itself where it doesn't strike."""
 
     def observe(self, record: StepRecord) -> bool:
-        norm = record.grad_norm
+        self.taken = norm = record.grad_norm
         if len(self._first) < 25:
             self._first.append(norm)
             if len(self._first) == 25:
@@ -171,7 +173,7 @@ class ZClip:
         spread = math.sqrt(self._variance)
         z = (norm - self._mean) / (spread + 1e-6)
         struck = z > 2.5
-        taken = self._mean + 2.5 * spread / (z / 2.5) if struck else norm
+        self.taken = taken = self._mean + 2.5 * spread / (z / 2.5) if struck else norm
         self._mean = 0.97 * self._mean + 0.03 * taken
         self._variance = 0.97 * self._variance + 0.03 * (taken - self._mean) ** 2
         return struck

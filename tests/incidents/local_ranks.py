@@ -237,8 +237,9 @@ class Told:
         return {record.step: record.loss.hex() for record in self.kept}
 
 
-def run_job(*specs: JobSpec, folder: Path) -> Told:
-    """Train a job to its end. Raises AssertionError when that takes far too long.
+def run_job(*specs: JobSpec, folder: Path, patience: float = 1.0) -> Told:
+    """Train a job to its end. Raises AssertionError when that takes far too long, ``patience``
+    times as long on a busy machine.
 
     With several specs each goes on where the one before ended, as another attempt would that
     somebody gave another spec: from its last checkpoint, with what its detectors had seen.
@@ -248,7 +249,7 @@ def run_job(*specs: JobSpec, folder: Path) -> Told:
     for attempt, spec in enumerate(specs):
         controller.spec = spec
         controller.attempt += attempt > 0
-        _supervise(controller)
+        _supervise(controller, patience)
     return Told(
         tuple(StepRecord.from_json(step) for step in controller.steps),
         tuple(controller.actions),
@@ -257,10 +258,10 @@ def run_job(*specs: JobSpec, folder: Path) -> Told:
     )
 
 
-def _supervise(controller: _Controller) -> None:
+def _supervise(controller: _Controller, patience: float) -> None:
     """One supervisor, and ranks of its own, until the job's end."""
     spec = controller.spec
-    timeout_s = 120.0 + 0.5 * spec.training.steps
+    timeout_s = patience * (120.0 + 0.5 * spec.training.steps)
     ranks = LocalRanks(spec.snapshots.keep)
     supervision = Supervision(controller.resume(), controller, ranks, now=time.time())
     ranks.deliver, ranks.wake = supervision.deliver, supervision.inbox.wake
