@@ -23,6 +23,7 @@ BENCHMARKS = (
     "bench_detection",
     "bench_start",
     "bench_rank_killed",
+    "bench_instability",
     "bench_api",
     "bench_fp8_linear",
     "bench_exchange",
@@ -49,6 +50,7 @@ ROWS = frozenset(
         "bench_api",
         "bench_start",
         "bench_rank_killed",
+        "bench_instability",
         "bench_control_plane",
         "bench_goodput",
     }

@@ -88,6 +88,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
 }
 SIDES = (OCTAVO, *RULES)
+OURS = "a job with the defaults of its spec"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +181,6 @@ def main() -> None:
     runs = {at: from_json(kept[case.key]) for at, case in cases.items()}
     rows = list(table(runs, asked.sides, asked.faults, asked.seeds, numbers))
     report("bench_instability", rows, asked.out, seconds=time.monotonic() - began)
-    for name in asked.sides:
-        if name in RULES:
-            print(f"{name}: {RULES[name].label}; {RULES[name].source}")
 
 
 # One run.
@@ -312,7 +310,10 @@ def table(
         of_side = [runs[side, None, seed] for seed in seeds]
         whole = [(run, curve_of(run.executed)) for run in of_side if run.ended == "finished"]
         lost = [_judged(run, curve, numbers, within).lost for run, curve in whole]
-        yield measured("nothing wrong: steps lost", shape, lost, "", side=side, **_beside(of_side))
+        note = f"{RULES[side].label}; {RULES[side].source}" if side in RULES else OURS
+        yield measured(
+            "nothing wrong: steps lost", shape, lost, "", side=side, note=note, **_beside(of_side)
+        )
     for fault in faults:
         for side in sides:
             held = {s: runs[side, fault, s] for s in seeds if (side, s) in curves}
