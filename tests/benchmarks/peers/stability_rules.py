@@ -112,7 +112,9 @@ class LightningSpikes(Rule):
 class LLMFoundry(Rule):
     """Composer's NaNMonitor raises; LLM-Foundry's KillLossSpike ends the run "without retry".
 
-    KillLossSpike with ``log_only=False``: by default it acts on nothing.
+    KillLossSpike with ``log_only=False``: by default it acts on nothing. The cap that it would set
+    from its first window stays at 10, as in ``published_rules``: it is set in batch 100 alone, when
+    the window isn't full yet.
     """
 
     label = "LLM-Foundry's KillLossSpike and Composer's NaNMonitor"
