@@ -1,38 +1,40 @@
 """What an FP8 linear costs on one CPU thread, against BF16 and against torchao's emulation.
 
-    python -m tests.benchmarks.bench_fp8_linear --hidden 1024 4096 --tokens 512
+    python -m tests.benchmarks.bench_fp8_linear --hidden 1024 4096 --tokens 512 [--out DIR]
     python -m tests.benchmarks.bench_fp8_linear --shapes transformer --hidden 128 256
 
 Each sample is one step of a linear: ``--micro-batches`` forwards and backwards with fresh
 gradients, and the end of the step, so that the weight's quantization, the update of the scales
 and the taking of statistics are in it. The contestants take turns, so that a slow spell of the
 machine meets all of them, and time is that of the processor on one thread, which leaves out the
-turns of other processes. Printed are the BF16 linear's median a micro-batch, the others' as
-ratios to it, and what the statistics add to each recipe's step.
+turns of other processes. Told are the BF16 linear's seconds a micro-batch, the others' as
+ratios to it by repeat, and what the statistics add to each recipe's step.
 
-``torchao`` (extra ``bench``) is its float8 training with ``emulate=True``, tensorwise and rowwise:
-what others have for training in FP8 without a GPU. Where it isn't installed its columns say so.
+``torchao`` (extra ``bench``) is its FP8 training with emulated products (``torchao_linears``):
+what others have for training in FP8 without a GPU. Where it isn't installed the table says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from parallel.config import RECIPE_FIELDS, FP8Config
 from parallel.precision.scope import PrecisionScope
+from tests.benchmarks.peers import torchao_linears
+from tests.benchmarks.results import OCTAVO, Result, add_arguments, measured, report
 
 NAME = "layers.0.mlp.down"
 UNCOUNTED = " without statistics"
+REFERENCE = "nn.Linear"
+TORCHAO = "torchao "
 WARM_UP = 2
 
 
@@ -79,21 +81,14 @@ def fp8_linear(
 
 
 def emulated_linear(inputs: int, outputs: int, recipe: str) -> Contestant:
-    """torchao's float8 linear, its products emulated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
-    convert_to_float8_training(model, config=config)
-    (layer,) = model
+    """torchao's linear, its products emulated."""
+    layer = torchao_linears.plain_linear(inputs, outputs, recipe)
     return Contestant(layer, layer.weight, lambda: None)
 
 
 def contestants(inputs: int, outputs: int, *, plain: bool) -> dict[str, Contestant]:
     """The reference first."""
-    found = {"nn.Linear": bf16_linear(inputs, outputs)}
+    found = {REFERENCE: bf16_linear(inputs, outputs)}
     for recipe in RECIPE_FIELDS:
         found[recipe] = fp8_linear(inputs, outputs, recipe)
         found[recipe + UNCOUNTED] = fp8_linear(inputs, outputs, recipe, counted=False)
@@ -102,9 +97,9 @@ def contestants(inputs: int, outputs: int, *, plain: bool) -> dict[str, Contesta
         for recipe in RECIPE_FIELDS:
             found[f"{recipe}, no compiler"] = fp8_linear(inputs, outputs, recipe, compiled=False)
         found["block, FP32 scales"] = fp8_linear(inputs, outputs, "block", use_f32_scales=True)
-    if importlib.util.find_spec("torchao") is not None:
-        for recipe in ("tensorwise", "rowwise"):
-            found[f"torchao {recipe}"] = emulated_linear(inputs, outputs, recipe)
+    if not torchao_linears.why_not():
+        for recipe in torchao_linears.RECIPES:
+            found[f"{TORCHAO}{recipe}"] = emulated_linear(inputs, outputs, recipe)
     return found
 
 
@@ -139,44 +134,52 @@ def shapes(hidden: int, kind: str) -> Iterator[tuple[int, int]]:
     yield from ((hidden, 2 * hidden), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden))
 
 
-def rows(shape: str, samples: dict[str, list[float]]) -> Iterator[tuple[str, str]]:
-    """(title, cell) of one shape's row."""
-    medians = {name: statistics.median(times) for name, times in samples.items()}
-    reference = medians["nn.Linear"]
-    yield "tokens × in → out", shape
-    yield "nn.Linear ms", f"{reference * 1e3:.2f}"
-    for name, median in medians.items():
-        if name != "nn.Linear" and not name.endswith(UNCOUNTED):
-            yield name, f"{median / reference:.2f}×"
-    if not any(name.startswith("torchao") for name in medians):
-        yield "torchao", "not installed"
+def rows(setting: str, samples: dict[str, list[float]]) -> Iterator[Result]:
+    """One shape's."""
+    reference = samples[REFERENCE]
+    yield measured("a linear, forward and backward", setting, reference, "s", side="BF16")
+    for name, times in samples.items():
+        if name != REFERENCE and not name.endswith(UNCOUNTED):
+            ratios = [time / base for time, base in zip(times, reference, strict=True)]
+            side = name if name.startswith(TORCHAO) else f"{OCTAVO} {name}"
+            yield measured("a linear, over BF16's", setting, ratios, "×", side=side)
     for recipe in RECIPE_FIELDS:
         # By repeat: of so small a difference the medians apart say little.
         pairs = zip(samples[recipe], samples[recipe + UNCOUNTED], strict=True)
-        surplus = statistics.median(counted / uncounted for counted, uncounted in pairs) - 1
-        yield f"{recipe} statistics", f"{surplus:+.1%}"
+        surplus = [100 * (counted / uncounted - 1) for counted, uncounted in pairs]
+        yield measured("… of it statistics", setting, surplus, "%", side=f"{OCTAVO} {recipe}")
 
 
 def main() -> None:
-    """Print a table, one row a shape."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--shapes", choices=["square", "transformer"], default="square")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--plain", action="store_true", help="also the casts in plain PyTorch")
+    add_arguments(parser)
     arguments = parser.parse_args()
+    began = time.monotonic()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
-    numbers = (arguments.tokens, arguments.micro_batches, arguments.repeats)
+    tokens, micro_batches = arguments.tokens, arguments.micro_batches
+    numbers = (tokens, micro_batches, arguments.repeats)
+    found: list[Result] = []
     for hidden in arguments.hidden:
         for inputs, outputs in shapes(hidden, arguments.shapes):
             samples = measure(inputs, outputs, *numbers, plain=arguments.plain)
-            for title, cell in rows(f"{arguments.tokens} × {inputs} → {outputs}", samples):
-                print(f"{title:>24}  {cell}", flush=True)
-            print(flush=True)
+            median = statistics.median(samples[REFERENCE])
+            print(f"{tokens} × {inputs} → {outputs}: BF16 {1e3 * median:.2f} ms", flush=True)
+            each = f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
+            setting = f"{tokens} tokens × {inputs} → {outputs}, one thread{each}"
+            found += rows(setting, samples)
+    reason = torchao_linears.why_not()
+    seconds = time.monotonic() - began
+    left_out = {"torchao": reason} if reason else {}
+    report("bench_fp8_linear", found, arguments.out, seconds=seconds, left_out=left_out)
 
 
 if __name__ == "__main__":

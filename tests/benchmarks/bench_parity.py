@@ -1,11 +1,15 @@
-"""Final losses of every FP8 recipe against BF16: the demo's model, several seeds.
+"""Final losses of every FP8 recipe and of torchao's emulations, against BF16: several seeds.
 
     python -m tests.benchmarks.bench_parity [--steps 500] [--seeds 0 1 2] [--processes 2]
+                                            [--numerics bf16 delayed …] [--kept FILE] [--out DIR]
 
 Each run is the demo's model, batches and schedule on one rank, without its drill, so that
 only the linears' numerics differ; runs of a seed start from the same weights and see the
 same batches. The final loss is the mean of the last fifty steps: single steps differ more
-by their text than recipes do. Rows can be kept in a file and are then not run again.
+by their text than recipes do. ``bf16, other sums`` is BF16 with micro-batches of half the
+size: how far it ends from BF16 is chance, and a recipe whose gap is no larger can't be told from
+BF16. ``--kept``: losses are kept in that file, and runs in it are not done again; one that
+fails or hangs isn't kept.
 """
 
 from __future__ import annotations
@@ -13,92 +17,110 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from orchestrator.spec.job import JobSpec, load_spec
-from parallel.config import FP8Config
-from tests.benchmarks.demo_runs import DEMO, Rows, demo_run, losses
-from tests.benchmarks.emulation import Formats, take_over
-from tests.ranks.launch_ranks import run_ranks
+from tests.benchmarks.demo_runs import Rows, losses
+from tests.benchmarks.numerics import ALL, BF16, available, run_of, side_of, take_over
+from tests.benchmarks.results import Aim, Result, add_arguments, at_most, measured, report
+from tests.ranks.launch_ranks import RankFailed, run_ranks
 
-RECIPES = ("bf16", "delayed", "current", "block", "mxfp8")
-EMULATION = "emulation"
-"""``current`` written a second time (``emulation.py``): what the format itself costs."""
 LAST = 50
 """Steps at the end whose losses are averaged."""
 LONGEST_S = 4 * 3600.0
 """Of one run."""
+AIMS = {"delayed": at_most(1.0), **dict.fromkeys(("current", "block", "mxfp8"), at_most(0.5))}
+"""Percent above BF16's."""
 
-
-def _final(case: tuple[str, int, int]) -> tuple[str, float]:
-    recipe, seed, steps = case
-    run = demo_run(
-        seed,
-        steps,
-        precision="fp8" if recipe in RECIPES[1:] else "bf16",
-        fp8=fp8_of(recipe),
-        communication_data_type="fp32",
-    )
-    body = _emulated_losses if recipe == EMULATION else losses
-    told: list[list[float]] = run_ranks(body, 1, run, timeout_s=LONGEST_S)
-    return _key(*case), statistics.fmean(told[0][-LAST:])
-
-
-def _emulated_losses(rank: int, world_size: int, run: JobSpec) -> list[float]:
-    take_over(Formats())
-    return losses(rank, world_size, run)
-
-
-def fp8_of(recipe: str) -> FP8Config:
-    """The recipe with its defaults; delayed with the demo's history. Else it is left open."""
-    if recipe == "delayed":
-        length = load_spec(DEMO).fp8.amax_history_len
-        return FP8Config.model_validate({"recipe": recipe, "amax_history_len": length})
-    return FP8Config.model_validate({"recipe": recipe} if recipe in RECIPES[1:] else {})
-
-
-def _key(recipe: str, seed: int, steps: int) -> str:
-    return f"{recipe}/{seed}/{steps}"
+Case = tuple[str, int, int]
+"""Numerics, seed, steps."""
 
 
 def main() -> None:
-    """Print a row a run as it ends, then the table."""
-    parser = argparse.ArgumentParser()
+    """Print a line a run as it ends, then the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--recipes", nargs="+", default=list(RECIPES), choices=(*RECIPES, EMULATION)
-    )
+    parser.add_argument("--numerics", nargs="+", default=list(ALL), choices=ALL)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--keep", type=Path, help="JSON file of finished runs, read and written")
+    parser.add_argument("--kept", type=Path, help="JSON file of finished runs, read and written")
+    add_arguments(parser)
     arguments = parser.parse_args()
-    done = Rows(arguments.keep)
-    recipes = tuple(dict.fromkeys(("bf16", *arguments.recipes)))
-    cases = [(r, seed, arguments.steps) for seed in arguments.seeds for r in recipes]
-    wanted = [case for case in cases if _key(*case) not in done]
+    began = time.monotonic()
+    kept = Rows(arguments.kept)
+    names, missing = available((BF16, *arguments.numerics))
+    cases = [(name, seed, arguments.steps) for seed in arguments.seeds for name in names]
+    wanted = [case for case in cases if key(*case) not in kept]
+    failed: dict[Case, str] = {}
     # A thread a run: its rank is a process of its own.
     with ThreadPoolExecutor(arguments.processes) as pool:
-        for key, loss in pool.map(_final, wanted):
-            done.add(key, loss)
-            print(f"{key}: {loss:.4f}", flush=True)
-    _print_table(recipes, arguments.seeds, arguments.steps, done)
+        for case, told in zip(wanted, pool.map(_final, wanted), strict=True):
+            if isinstance(told, str):
+                failed[case] = told
+            else:
+                kept.add(key(*case), told)
+            print(f"{key(*case)}: {told}", flush=True)
+    finals = {case: kept[key(*case)] for case in cases if key(*case) in kept}
+    rows = [
+        row
+        for name in names
+        for row in rows_of(name, arguments.seeds, arguments.steps, finals, failed)
+    ]
+    seconds = time.monotonic() - began
+    report("bench_parity", rows, arguments.out, seconds=seconds, left_out=missing)
 
 
-def _print_table(recipes: tuple[str, ...], seeds: list[int], steps: int, done: Rows) -> None:
-    bf16 = [done[_key("bf16", seed, steps)] for seed in seeds]
-    print(f"\n| recipe | {' | '.join(f'seed {s}' for s in seeds)} | mean | against BF16 |")
-    print("|---" * (len(seeds) + 3) + "|")
-    for recipe in recipes:
-        finals = [done[_key(recipe, seed, steps)] for seed in seeds]
-        gaps = [100 * (f / b - 1) for f, b in zip(finals, bf16, strict=True)]
-        spread = f" ({min(gaps):+.2f} … {max(gaps):+.2f})" if recipe != "bf16" else ""
-        cells = " | ".join(f"{f:.4f}" for f in finals)
-        mean = statistics.fmean(finals)
-        print(f"| {recipe} | {cells} | {mean:.4f} | {statistics.fmean(gaps):+.2f} %{spread} |")
-    if len(seeds) > 1:
-        between = statistics.stdev(bf16) / math.fsum(bf16) * len(bf16) * 100
-        print(f"\nBF16 differs by {between:.2f} % (standard deviation) from seed to seed.")
+def key(numerics: str, seed: int, steps: int) -> str:
+    """A run's name in the file."""
+    return f"{numerics}/{seed}/{steps}"
+
+
+def _final(case: Case) -> float | str:
+    """The final loss, or why there is none."""
+    numerics, seed, steps = case
+    body = partial(losses, prepare=partial(take_over, numerics=numerics))
+    try:
+        told = run_ranks(body, 1, run_of(numerics, seed, steps), timeout_s=LONGEST_S)
+    except RankFailed as error:
+        return str(error)
+    final = statistics.fmean(told[0][-LAST:])
+    return final if math.isfinite(final) else f"ended with a loss of {final}"
+
+
+def rows_of(
+    name: str,
+    seeds: Sequence[int],
+    steps: int,
+    finals: Mapping[Case, float],
+    failed: Mapping[Case, str],
+) -> list[Result]:
+    """The final loss of one numerics over the seeds, and how far it is above BF16's."""
+    cases = [(name, seed, steps) for seed in seeds]
+    hangs = sum("silent for" in failed.get(case, "") for case in cases)
+    failures = sum(case in failed for case in cases) - hangs
+    setting = f"demo model, {steps} steps, mean of the last {min(LAST, steps)}"
+    side, note = side_of(name), "" if name in side_of(name) else name
+    found = [finals[case] for case in cases if case in finals]
+    row = partial(measured, setting=setting, side=side, failures=failures, hangs=hangs, note=note)
+    rows = [row("final loss", values=found, unit="")]
+    gaps = [
+        100 * (finals[case] / finals[BF16, *case[1:]] - 1)
+        for case in cases
+        if case in finals and (BF16, *case[1:]) in finals
+    ]
+    if name == BF16:
+        return rows
+    aim: Aim | None = AIMS.get(name)
+    if gaps:
+        mean = f"mean {statistics.fmean(gaps):+.2f} %"
+        told = "; ".join(filter(None, (note, mean)))
+        rows.append(row("final loss, above BF16", values=gaps, unit="%", aim=aim, note=told))
+    else:
+        rows.append(row("final loss, above BF16", values=[], unit="%", aim=aim))
+    return rows
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ an operand left out it tells what rounding the others costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.precision.linear import BF16Linear
 
@@ -54,13 +55,17 @@ class _Product(torch.autograd.Function):
         return g @ w, g.flatten(0, -2).t() @ x.flatten(0, -2), None
 
 
-def take_over(formats: Formats) -> None:
-    """From here on every linear that is in BF16, in this process, is emulated in ``formats``."""
+def take_over(module: nn.Module, formats: Formats) -> None:
+    """From here on every linear of ``module`` that stays in BF16 is emulated in ``formats``."""
+    for linear in module.modules():
+        if isinstance(linear, BF16Linear):
+            linear.forward = partial(_emulated, linear, formats)  # type: ignore[method-assign]
 
-    def forward(linear: BF16Linear, input: Tensor, undo: Tensor | None = None) -> Tensor:
-        if linear.shard is not None or undo is not None:
-            raise NotImplementedError("the emulation knows neither shards nor Smooth SwiGLU")
-        output: Tensor = _Product.apply(input, linear.weight.to(input.dtype), formats)
-        return output
 
-    BF16Linear.forward = forward  # type: ignore[method-assign]
+def _emulated(
+    linear: BF16Linear, formats: Formats, input: Tensor, undo: Tensor | None = None
+) -> Tensor:
+    if linear.shard is not None or undo is not None:
+        raise NotImplementedError("the emulation knows neither shards nor Smooth SwiGLU")
+    output: Tensor = _Product.apply(input, linear.weight.to(input.dtype), formats)
+    return output
