@@ -1,7 +1,7 @@
 """Final losses of the demo's model with gradients exchanged in FP8, against FP32.
 
     python -m tests.benchmarks.bench_curves [--steps 240] [--seeds 0 1 2] [--replicas 2]
-                                            [--keep rows.json]
+                                            [--kept rows.json] [--out DIR]
 
 Each run is the demo's model, batches, schedule and ZeRO stage on two data-parallel replicas, one
 rank and thread each, without its drill and its pipeline; in the demo's FP8 linears and in BF16.
@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from parallel.config import ExchangeDtype, GradientExchangeConfig, Precision
 from tests.benchmarks.demo_runs import Rows, demo_run, losses
-from tests.ranks.launch_ranks import run_ranks
+from tests.benchmarks.results import OCTAVO, Result, add_arguments, measured, report
+from tests.ranks.launch_ranks import RankFailed, run_ranks
 
 LAST = 20
 """Steps at the end whose losses are averaged."""
@@ -87,58 +90,82 @@ def compared(
 
 
 def main() -> None:
-    """Print a row a run as it ends, then the table."""
-    parser = argparse.ArgumentParser()
+    """Print a line a run as it ends, then the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--keep", type=Path, help="JSON file of finished runs, read and written")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--kept", type=Path, help="JSON file of finished runs, read and written")
+    add_arguments(parser)
     asked = parser.parse_args()
-    rows = Rows(asked.keep)
+    began = time.monotonic()
+    kept = Rows(asked.kept)
     cases = {
         (precision, exchange): [
             Case(precision, exchange, seed, asked.steps, asked.replicas) for seed in asked.seeds
         ]
-        for precision in PRECISIONS
+        for precision in asked.precisions
         for exchange in EXCHANGES
     }
+    failed: dict[Case, str] = {}
     # A seed's runs together: an unfinished table then compares whole seeds.
     for of_seed in zip(*cases.values(), strict=True):
         for case in of_seed:
-            if case.key not in rows:
-                rows.add(case.key, case.curve())
-                print(f"{case.key}: {_final(rows, case):.4f}", flush=True)
-    print(
-        f"\n| linears | exchange | {' | '.join(f'seed {s}' for s in asked.seeds)} | mean ", end=""
-    )
-    print("| spread | against FP32 | ranges |")
-    print("|---" * (len(asked.seeds) + 6) + "|")
-    for precision in PRECISIONS:
-        against = [_final(rows, case) for case in cases[precision, EXCHANGES[0]]]
-        print(f"| {precision.upper()} | {EXCHANGES[0]} | {_cells(against, against)} |")
-        for exchange in EXCHANGES[1:]:
-            finals = [_final(rows, case) for case in cases[precision, exchange]]
-            print(f"| {precision.upper()} | {exchange} | {_cells(finals, against)} |")
+            if case.key not in kept:
+                try:
+                    kept.add(case.key, case.curve())
+                except RankFailed as error:
+                    failed[case] = str(error)
+                    print(f"{case.key}: {error}", flush=True)
+                    continue
+            print(f"{case.key}: {_final(kept, case):.4f}", flush=True)
+    rows: list[Result] = []
+    for precision in asked.precisions:
+        finals = {
+            exchange: {
+                case.seed: _final(kept, case)
+                for case in cases[precision, exchange]
+                if case not in failed
+            }
+            for exchange in EXCHANGES
+        }
+        for exchange in EXCHANGES:
+            hung = [
+                "silent for" in failed[case]
+                for case in cases[precision, exchange]
+                if case in failed
+            ]
+            missed = {"failures": len(hung) - sum(hung), "hangs": sum(hung)}
+            setting = (
+                f"demo model in {precision.upper()}, {asked.replicas} replicas, {asked.steps} steps"
+            )
+            rows += rows_of(setting, exchange, finals[exchange], finals[EXCHANGES[0]], missed)
+    report("bench_curves", rows, asked.out, seconds=time.monotonic() - began)
 
 
-def _cells(finals: Sequence[float], against: Sequence[float]) -> str:
-    gaps = [100 * (f / a - 1) for f, a in zip(finals, against, strict=True)]
-    reference = finals is against
-    return " | ".join(
-        [
-            *(f"{final:.4f}" for final in finals),
-            f"{statistics.fmean(finals):.4f}",
-            f"{max(finals) - min(finals):.4f}",
-            ""
-            if reference
-            else f"{statistics.fmean(gaps):+.2f} % ({min(gaps):+.2f} … {max(gaps):+.2f})",
-            "" if reference else compared(finals, against),
-        ]
-    )
+def rows_of(
+    setting: str,
+    exchange: Exchange,
+    finals: Mapping[int, float],
+    against: Mapping[int, float],
+    missed: Mapping[str, int],
+) -> list[Result]:
+    """One exchange's final losses by seed, and how far above those of ``against`` they are."""
+    row = partial(measured, setting=setting, side=f"{OCTAVO} {exchange}", **missed)
+    rows = [row("final loss by exchange", values=finals.values(), unit="")]
+    gaps = [100 * (loss / against[seed] - 1) for seed, loss in finals.items() if seed in against]
+    if exchange != EXCHANGES[0]:
+        note = ""
+        if gaps:
+            note = f"mean {statistics.fmean(gaps):+.2f} %; ranges: "
+            note += compared([*finals.values()], [*against.values()])
+        rows.append(row("… above FP32's", values=gaps, unit="%", note=note))
+    return rows
 
 
-def _final(rows: Rows, case: Case) -> float:
-    return statistics.fmean(rows[case.key][-LAST:])
+def _final(kept: Rows, case: Case) -> float:
+    return statistics.fmean(kept[case.key][-LAST:])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The gradient exchange's casts, every way there is: what the choice of one rests on.
 
     python -m tests.benchmarks.bench_exchange_casts [--millions 0.3 1 16] [--ranks 2] [--repeats 7]
+                                                    [--out DIR]
 
 What a rank does with a gradient beside sending it, in the exchange's buckets: ``pack`` the own
 gradient, sum all ranks' shares and round their ``mean``, ``unpack`` what was gathered. The ways
-take turns in one run, on one thread; times are medians. ``same bits`` compares with the plain way.
+take turns in one run, on one thread. A way whose bits aren't the plain way's is counted as failed.
 torch.compile is given the plain way's two functions, a share at a time, as the plain way calls
 them; where a share ends inside a block, torch 2.13's makes zeros of some of that block's values on
 CPU, which the size of 0.3 M shows. On a machine with CUDA the same is measured there, with Triton
@@ -14,10 +15,11 @@ in the place of C.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -26,8 +28,11 @@ from parallel.config import GradientExchangeConfig
 from parallel.precision import exchange_casts
 from parallel.precision.exchange_casts import BlockCodec, Casts, SharewiseCasts, choose
 from parallel.precision.formats import E4M3
+from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_least, measured, report
 
 HOPS = ("pack", "mean", "unpack")
+PLAIN = "plain"
+CASTS = "casts of a gradient exchange"
 CONFIG = GradientExchangeConfig()
 
 
@@ -60,45 +65,47 @@ def ways(device: torch.device) -> dict[str, Casts]:
     return {
         chosen.name: chosen,
         "torch.compile": SharewiseCasts(CompiledCodec()),
-        "plain": SharewiseCasts(BlockCodec(E4M3, CONFIG.block, None)),
+        PLAIN: SharewiseCasts(BlockCodec(E4M3, CONFIG.block, None)),
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Timed:
     """One size."""
 
     device: str
     numel: int
-    seconds: dict[str, dict[str, float]]
-    """Medians, by way and hop."""
+    seconds: dict[str, dict[str, list[float]]]
+    """Of each repeat, by way and hop; the chosen way first."""
     same_bits: dict[str, bool]
 
-    def total(self, way: str) -> float:
-        """Seconds of all hops."""
-        return sum(self.seconds[way].values())
+    def totals(self, way: str) -> list[float]:
+        """Seconds of all hops, of each repeat."""
+        return [sum(hops) for hops in zip(*self.seconds[way].values(), strict=True)]
 
-    def __str__(self) -> str:
-        plain = self.total("plain")
-        lines = []
+    def rows(self) -> list[Result]:
+        """All ways, and what each takes over the chosen one."""
+        setting = f"{self.device}, {self.numel / 2**20:.3g} M elements, one thread"
+        chosen = next(iter(self.seconds))
+        rows = []
         for way, hops in self.seconds.items():
-            cells = " | ".join(f"{1000 * hops[hop]:.2f}" for hop in HOPS)
-            total = self.total(way)
-            lines.append(
-                f"| {self.device} | {self.numel / 2**20:g} M | {way} | {cells} | "
-                f"{1000 * total:.2f} | {plain / total:.2f} | "
-                f"{'yes' if self.same_bits[way] else 'NO'} |"
-            )
-        return "\n".join(lines)
+            wrong = not self.same_bits[way]
+            side = f"{OCTAVO} ({way})" if way in (chosen, PLAIN) else way
+            each = ", ".join(f"{hop} {1e3 * median(hops[hop]):.2f} ms" for hop in HOPS)
+            note = f"{each}{'; other bits than the plain way' if wrong else ''}"
+            row = partial(measured, setting=setting, side=side)
+            times = row(CASTS, values=self.totals(way), unit="s", note=note, failures=int(wrong))
+            rows.append(times)
+            if way != chosen:
+                pairs = zip(self.totals(way), self.totals(chosen), strict=True)
+                ratios = [other / own for other, own in pairs]
+                # The chosen way's to be the fastest.
+                name = f"… over {chosen}'s"
+                rows.append(row(name, values=ratios, unit="×", aim=at_least(1.0)))
+        return rows
 
 
-HEADER = (
-    "| device | elements | casts | pack, ms | mean, ms | unpack, ms | all, ms | plain / this | "
-    "same bits |\n|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def measure(device: torch.device, numel: int, ranks: int, repeats: int) -> Row:
+def measure(device: torch.device, numel: int, ranks: int, repeats: int) -> Timed:
     """Every way, in turns, after one round that compiles and isn't counted."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(numel, generator=generator).to(device)
@@ -113,12 +120,8 @@ def measure(device: torch.device, numel: int, ranks: int, repeats: int) -> Row:
             if repeat >= 0:
                 for hop in HOPS:
                     seconds[way][hop].append(taken[hop])
-    medians = {
-        way: {hop: statistics.median(taken) for hop, taken in hops.items()}
-        for way, hops in seconds.items()
-    }
-    same = {way: torch.equal(result, results["plain"]) for way, result in results.items()}
-    return Row(device.type, numel, medians, same)
+    same = {way: torch.equal(result, results[PLAIN]) for way, result in results.items()}
+    return Timed(device.type, numel, seconds, same)
 
 
 def _once(casts: Casts, gradient: Tensor, ranks: int) -> tuple[Tensor, dict[str, float]]:
@@ -166,26 +169,21 @@ def _finish(device: torch.device) -> None:
 
 
 def main() -> None:
-    """Print a table, and whether what is chosen is the fastest."""
-    parser = argparse.ArgumentParser()
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.3, 1, 16])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
+    add_arguments(parser)
     asked = parser.parse_args()
+    began = time.monotonic()
     torch.set_num_threads(1)
-    print(HEADER)
-    rows = []
+    rows: list[Result] = []
     for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
         for millions in asked.millions:
-            rows.append(
-                measure(torch.device(device), int(millions * 2**20), asked.ranks, asked.repeats)
-            )
-            print(rows[-1], flush=True)
-    for row in rows:
-        chosen = next(iter(row.seconds))
-        fastest = min(row.seconds, key=row.total)
-        said = "the fastest" if chosen == fastest else f"slower than {fastest}"
-        print(f"{row.device}, {row.numel / 2**20:g} M: {chosen} is chosen, and is {said}")
+            numel = int(millions * 2**20)
+            rows += measure(torch.device(device), numel, asked.ranks, asked.repeats).rows()
+    report("bench_exchange_casts", rows, asked.out, seconds=time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How far the gradient exchange's mean over ranks is from the float64 mean.
 
     python -m tests.benchmarks.bench_exchange_error [--ranks 4] [--elements 1048576]
-                                                    [--repeats 50] [--steps 20]
+                                                    [--repeats 50] [--steps 20] [--out DIR]
 
 Gradients: normal, heavy-tailed (Student's t, two degrees of freedom), and real ones, recorded
 from the demo's model after some steps. ``one mean``: 2-norm of a single exchange's error over
@@ -15,9 +15,12 @@ optimizer (ZeRO 1), its own part.
 from __future__ import annotations
 
 import argparse
+import time
+from functools import partial
 
-from tests.ranks.exchange_errors import Way, errors
-from tests.ranks.launch_ranks import run_ranks
+from tests.benchmarks.results import OCTAVO, Result, add_arguments, measured, report
+from tests.ranks.exchange_errors import Errors, Way, errors
+from tests.ranks.launch_ranks import RankFailed, run_ranks
 
 WAYS = [
     Way("fp32"),
@@ -31,28 +34,45 @@ WAYS = [
 ]
 
 
+KINDS = ("normal", "heavy", "recorded")
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--elements", type=int, default=2**20)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    add_arguments(parser)
     asked = parser.parse_args()
-    print(f"{asked.ranks} ranks, {asked.repeats} exchanges in the long run, in percent")
-    print("| gradients | in | mean | feedback | one mean | in the long run |")
-    print("|---|---|---|---|---|---|")
-    for kind in ("normal", "heavy", "recorded"):
+    began = time.monotonic()
+    rows: list[Result] = []
+    for kind in asked.kinds:
         size = asked.steps if kind == "recorded" else asked.elements
-        told = run_ranks(errors, asked.ranks, kind, size, WAYS, asked.repeats, timeout_s=900)
+        try:
+            told = run_ranks(errors, asked.ranks, kind, size, WAYS, asked.repeats, timeout_s=3600)
+        except RankFailed as error:
+            hung = "silent for" in str(error)
+            missed = {"failures": int(not hung), "hangs": int(hung), "note": str(error)}
+            rows.append(measured(f"{kind} gradients", f"{asked.ranks} ranks", [], "%", **missed))
+            continue
         for way, error in zip(WAYS, told[0], strict=True):
-            name = way.dtype if way.dtype != "fp8" else f"fp8 {way.format}"
-            print(
-                f"| {kind} | {name} | {'scattered' if way.scattered else 'whole'} | "
-                f"{'yes' if way.error_feedback else 'no'} | {100 * error.one:.3g} | "
-                f"{100 * error.lasting:.2g} |",
-                flush=True,
-            )
+            rows += rows_of(kind, asked.ranks, asked.repeats, way, error)
+    report("bench_exchange_error", rows, asked.out, seconds=time.monotonic() - began)
+
+
+def rows_of(kind: str, ranks: int, repeats: int, way: Way, error: Errors) -> list[Result]:
+    """One way's errors of one kind of gradients."""
+    side = f"{OCTAVO} FP8 {way.format}" if way.dtype == "fp8" else f"torch {way.dtype.upper()}"
+    side += ", scattered" if way.scattered else ""
+    side += ", error feedback" if way.error_feedback else ""
+    row = partial(measured, setting=f"{kind} gradients, {ranks} ranks", unit="%", side=side)
+    return [
+        row("error of one mean", values=[100 * error.one]),
+        row(f"… of {repeats} means' average", values=[100 * error.lasting]),
+    ]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 
 from parallel.precision.exchange_casts import choose
 from parallel.precision.formats import FORMATS
-from tests.benchmarks.bench_exchange_casts import HEADER, measure
+from tests.benchmarks.bench_exchange_casts import measure
+from tests.benchmarks.results import Report, markdown
 from tests.gpu.conftest import OUT_VARIABLE
 from tests.unit.cast_cases import compare, hop_cases
 
@@ -59,13 +60,14 @@ def test_no_hop_waits_for_the_device(format):
 
 def test_the_time_of_every_way_is_written(tmp_path: Path):
     folder = Path(os.environ.get(OUT_VARIABLE) or tmp_path)
-    rows = [measure(CUDA, millions * 2**20, ranks=8, repeats=7) for millions in (1, 16, 64)]
+    timed = [measure(CUDA, millions * 2**20, ranks=8, repeats=7) for millions in (1, 16, 64)]
     folder.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name()
-    text = "\n".join([f"{name}, torch {torch.__version__}\n", HEADER, *map(str, rows)])
-    (folder / "exchange_casts.md").write_text(text + "\n")
-    for row in rows:
-        assert row.same_bits["triton"] and row.seconds["triton"].keys() == {
+    rows = tuple(row for each in timed for row in each.rows())
+    text = f"{name}\n\n{markdown([Report('bench_exchange_casts', rows)])}\n"
+    (folder / "exchange_casts.md").write_text(text)
+    for each in timed:
+        assert each.same_bits["triton"] and each.seconds["triton"].keys() == {
             "pack",
             "mean",
             "unpack",

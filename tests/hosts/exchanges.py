@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from tests.hosts.network import INTERFACE, Host, Network
 
 ROOT = Path(__file__).parents[2]
 PORT = 29_500
+END_S = 300.0
+"""Seconds that a rank has to end after its last word, on a machine with better things to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """What one exchange took."""
 
-    seconds: dict[str, float]
-    """By dtype, the median of the slowest rank's."""
+    repeats: dict[str, list[float]]
+    """Seconds of each, the slowest rank's, by dtype."""
     sent_bytes: float
     """By one host in a round of all dtypes, mean over hosts, as their interfaces count."""
 
@@ -48,21 +51,21 @@ def exchange(
         _start(host, program, case, rank=i, local=(0, 1), master=hosts[0].address, world=len(hosts))
         for i, host in enumerate(hosts)
     ]
-    _hear(ranks, "begin")
+    hear(ranks, "begin")
     before = [host.sent_bytes() for host in hosts]
-    _answer(ranks)
-    _hear(ranks, "end")
+    answer(ranks)
+    hear(ranks, "end")
     after = [host.sent_bytes() for host in hosts]
-    _answer(ranks)
-    times = [json.loads(_line(rank)) for rank in ranks]
+    answer(ranks)
+    times = [json.loads(line_of(rank)) for rank in ranks]
     for rank in ranks:
-        rank.wait(timeout=60)
+        rank.wait(timeout=END_S)
     sent = sum(after) - sum(before)
-    seconds = {
-        dtype: statistics.median(map(max, zip(*(t[dtype] for t in times), strict=True)))
+    slowest = {
+        dtype: [max(each) for each in zip(*(t[dtype] for t in times), strict=True)]
         for dtype in dtypes
     }
-    return Exchanged(seconds, sent / len(hosts) / repeats)
+    return Exchanged(slowest, sent / len(hosts) / repeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +104,49 @@ def train(
     ]
     results = []
     for _ in cases:
-        _hear(ranks, "begin")
+        hear(ranks, "begin")
         before = sum(host.sent_bytes() for host in hosts)
-        _answer(ranks)
-        _hear(ranks, "end")
+        answer(ranks)
+        hear(ranks, "end")
         sent = sum(host.sent_bytes() for host in hosts) - before
-        _answer(ranks)
-        results.append(Trained(sent, sum(float(_line(rank)) for rank in ranks)))
+        answer(ranks)
+        results.append(Trained(sent, sum(float(line_of(rank)) for rank in ranks)))
     for rank in ranks:
-        rank.wait(timeout=60)
+        rank.wait(timeout=END_S)
     return results
+
+
+@contextmanager
+def bounded(network: Network, limit_s: float) -> Iterator[None]:
+    """Exchanges inside end within ``limit_s`` seconds, or TimeoutError: by then the hosts'
+    processes are killed, so that nobody waits for a word from them."""
+    expired = threading.Event()
+
+    def end() -> None:
+        expired.set()
+        for host in network.hosts:
+            host.kill()
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if expired.is_set():
+            raise TimeoutError(f"the hosts' ranks were not done within {limit_s:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def start_one_each(network: Network, program: str, case: str) -> list[subprocess.Popen[Any]]:
+    """Start one rank on every host."""
+    hosts = network.hosts
+    return [
+        _start(host, program, case, rank=i, local=(0, 1), master=hosts[0].address, world=len(hosts))
+        for i, host in enumerate(hosts)
+    ]
 
 
 def _start(
@@ -140,22 +176,25 @@ def _start(
     return host.popen(command, env=env, cwd=ROOT, **pipes)
 
 
-def _hear(ranks: list[subprocess.Popen[Any]], word: str) -> None:
+def hear(ranks: list[subprocess.Popen[Any]], word: str) -> None:
+    """Wait until each has said ``word``; RuntimeError for anything else, and for one that ended."""
     for rank in ranks:
-        if (line := _line(rank)) != word:
+        if (line := line_of(rank)) != word:
             raise RuntimeError(f"a rank said {line!r} where {word!r} was expected")
 
 
-def _answer(ranks: list[subprocess.Popen[Any]]) -> None:
+def answer(ranks: list[subprocess.Popen[Any]]) -> None:
+    """Let them go on after a word."""
     for rank in ranks:
         assert rank.stdin is not None
         rank.stdin.write("\n")
         rank.stdin.flush()
 
 
-def _line(rank: subprocess.Popen[Any]) -> str:
+def line_of(rank: subprocess.Popen[Any]) -> str:
+    """What it says next; RuntimeError where it has ended."""
     assert rank.stdout is not None
     line: str = rank.stdout.readline()
     if not line:
-        raise RuntimeError(f"a rank ended with {rank.wait(timeout=60)} before it had answered")
+        raise RuntimeError(f"a rank ended with {rank.wait(timeout=END_S)} before it had answered")
     return line.strip()
