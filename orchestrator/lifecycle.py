@@ -39,6 +39,7 @@ class Cause(Enum):
     SUPERVISOR_LOST = "supervisor lost"
     STEPS_DONE = "all steps done"
     BUDGET_SPENT = "recovery budget spent"
+    STATE_GONE = "saved state gone"
     ERROR = "error"
     CAN_NEVER_FIT = "can never fit"
     CANCEL_ASKED = "cancel asked"
@@ -81,6 +82,8 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
             (state, Cause.STEPS_DONE): JobState.SUCCEEDED,
             # `recovery.on_exhausted: fail` ends with ERROR instead.
             (state, Cause.BUDGET_SPENT): pa,
+            # What was saved can't be had: a person puts it back, or begins anew.
+            (state, Cause.STATE_GONE): pa,
             (state, Cause.PAUSE_ASKED): pa,
             # Its nodes are another job's now; it goes on where it was once it has some again.
             (state, Cause.PREEMPTED): q,
@@ -103,6 +106,7 @@ def _transitions() -> dict[tuple[JobState, Cause], JobState]:
         Cause.ERROR,
         Cause.SUPERVISOR_LOST,
         Cause.BUDGET_SPENT,
+        Cause.STATE_GONE,
         Cause.PAUSE_ASKED,
         Cause.PREEMPTED,
     ):

@@ -57,6 +57,11 @@ class CheckpointShelf:
         self.failed: tuple[int, str] | None = None
         """The newest step that could not be committed, and why."""
 
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self._job_dir / "checkpoints"
+
     def begin(self, attempt: int) -> None:
         """Take the disk over for an attempt, before its ranks are given out.
 

@@ -7,11 +7,14 @@ memory, the rank's own node's or a partner's, makes no difference here: it is th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from launch.commands import RestorePoint
 from orchestrator.actions import Action
+
+WRITTEN = "checkpoint_written"
+"""Kind of the event that tells of a checkpoint."""
 
 
 class CopyKey(Protocol):
@@ -80,6 +83,22 @@ def choose(
     seen = max((p for p in usable if p.step <= recorded + 1), key=preference, default=None)
     start = seen.step if seen else 0
     return newest if newest.step - start > reach else seen
+
+
+def newest_written(
+    events: Iterable[Mapping[str, Any]], actions: Iterable[Mapping[str, Any]]
+) -> int:
+    """The newest checkpoint that a job's events tell of and that no action went back from since,
+    by its step; 0 for none."""
+    told = [(e["time"], "written", e["detail"]["step"]) for e in events if e["kind"] == WRITTEN]
+    told += [(a["time"], "back", a["to_step"]) for a in actions if a.get("to_step") is not None]
+    standing: set[int] = {0}
+    for _, what, step in sorted(told):
+        if what == "written":
+            standing.add(int(step))
+        else:
+            standing = {other for other in standing if other <= step} | {0}
+    return max(standing)
 
 
 def candidates(

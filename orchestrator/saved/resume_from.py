@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.checkpoint_files import RankFileReader
+from launch.checkpoint_files import DamagedFileError, RankFileReader
 from launch.checkpoints import Checkpoint, ManifestError, read_manifest, verify_checkpoint
 from launch.commands import RestorePoint
 from launch.state_header import LAYOUT, parse_header
@@ -30,6 +30,7 @@ KEY = "checkpoint.resume_from"
 FOREIGN_ATTEMPT = 0
 """Of a point that no attempt of this job has made."""
 
+_NAME_ANOTHER = "name another one"
 _SAFE = (
     "convert it in a process that you trust with it: `python zero_to_fp32.py FOLDER OUT "
     "--safe_serialization` (DeepSpeed writes that script beside its checkpoints) makes safetensors "
@@ -47,9 +48,14 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
     path = spec.checkpoint.resume_from
     if path is None:
         return
-    usable = [c for c in checkpoints_in(path) if not verify_checkpoint(c, contents=False)]
+    unread: list[str] = []
+    usable = [
+        c
+        for c in checkpoints_in(path)
+        if not verify_checkpoint(c, contents=False) and _is_read(c, unread)
+    ]
     if not usable:
-        message, remedy = _what_is_there(path)
+        message, remedy = (unread[0], _NAME_ANOTHER) if unread else _what_is_there(path)
         raise SpecError([Problem(file, KEY, str(path), message, remedy)])
     found = list(differences(spec, usable[0].run))
     if spec.training.steps <= usable[0].step:
@@ -98,6 +104,10 @@ class ControlState:
     exchange: ExchangeDtype
 
 
+UNREADABLE = (OSError, DamagedFileError, ManifestError, ValueError, KeyError)
+"""What reading a checkpoint's headers raises where they are damaged."""
+
+
 def control_state(folder: Path | str) -> ControlState:
     """Of a checkpoint. Raises OSError, DamagedFileError, ManifestError or ValueError."""
     metas = _metas(Path(folder))
@@ -113,6 +123,17 @@ def control_state(folder: Path | str) -> ControlState:
         metas[0]["lr_scale"],
         metas[0]["engine"]["exchange_dtype"],
     )
+
+
+def _is_read(checkpoint: Checkpoint, why_not: list[str]) -> bool:
+    """Whether its files say what they were trained with; else ``why_not`` is told. Their tensors
+    are read by the ranks, and compared with the digests then."""
+    try:
+        control_state(checkpoint.path)
+    except UNREADABLE as error:
+        why_not.append(f"{checkpoint.path.name} can't be read: {error}")
+        return False
+    return True
 
 
 def resumed(state: ControlState, folder: str, history: History, spec: JobSpec) -> Action:
@@ -178,7 +199,7 @@ def _what_is_there(path: Path) -> tuple[str, str]:
         return (
             f"holds no checkpoint that can be used: of {', '.join(damaged[:3])} the manifest is "
             "missing, garbage or of another release, or files are missing or cut off",
-            "name another one",
+            _NAME_ANOTHER,
         )
     shown = ", ".join(names[:5]) or "nothing"
     return f"holds no checkpoint of Octavo, but {shown}", "name a job's folder, or a checkpoint"

@@ -27,6 +27,7 @@ from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import JobHistory, ResumeState, StepContext
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
+from orchestrator.saved.restore import newest_written
 from orchestrator.spec.backend import backend_of
 from orchestrator.supervision.notices import backend_chosen, backend_detail, decided, seen
 from orchestrator.supervision.outbox import Outbox, Told
@@ -149,6 +150,10 @@ class Journal:
         """More of the run's configuration for W&B, known only now."""
         if self._run_log:
             self._run_log.log_config(values)
+
+    def newest_checkpoint(self) -> int:
+        """Step of the newest checkpoint that was told as written and still counts; 0 for none."""
+        return newest_written(self._events, self._actions)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was told is stored. Raises FencedError."""

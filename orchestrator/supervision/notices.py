@@ -59,6 +59,14 @@ def backend_detail(choice: BackendChoice) -> dict[str, str]:
     }
 
 
+def nothing_to_start_from(why: str) -> str:
+    """Training from step 0 again is nothing that a job does by itself."""
+    return (
+        f"Paused, for it would train from its beginning again: {why.rstrip('.')}. Put it back "
+        "and `octavo resume`, or submit the job anew."
+    )
+
+
 def training(attempt: int, step: int) -> Notice:
     """An attempt's first step is done."""
     return Notice(

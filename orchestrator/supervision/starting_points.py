@@ -10,8 +10,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launch.checkpoint_files import DamagedFileError
-from launch.checkpoints import ManifestError
 from launch.commands import CopyRefused, RestorePoint
 from launch.rank_group import RankEnd, RankGroup
 from launch.snapshots import SnapshotError
@@ -20,6 +18,8 @@ from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from orchestrator.saved.restore import candidates, on_living_branch, points_in_memory
 from orchestrator.saved.resume_from import (
     FOREIGN_ATTEMPT,
+    KEY,
+    UNREADABLE,
     ControlState,
     control_state,
     foreign_points,
@@ -45,6 +45,8 @@ class StartingPoints:
         self._since = 0
         self._refused: set[RestorePoint] = set()
         self._foreign: dict[RestorePoint, ControlState] = {}
+        self._unusable: dict[str, str] = {}
+        """Why not, of checkpoints by their folder."""
 
     def resize(self, world_size: int, attempt: int) -> None:
         """From ``attempt`` on the ranks are more or fewer: copies in memory of those before fit
@@ -73,6 +75,20 @@ class StartingPoints:
             attempt.facts.step = max(attempt.facts.step, found[0].step - 1)
         return found
 
+    def lost(self, found: Sequence[RestorePoint], written: int) -> str:
+        """Why ranks must not start from ``found``: they would train from the beginning what was
+        trained and saved. Empty where they may; ``written``: the newest checkpoint's step."""
+        if written and all(point.attempt == FOREIGN_ATTEMPT for point in found):
+            return (
+                f"a checkpoint of step {written} was written, and none that can be used is in "
+                f"{self._shelf.folder} now (is its storage there?)"
+            )
+        path = self._spec.checkpoint.resume_from
+        if path is not None and not found:
+            why = "; ".join(dict.fromkeys(self._unusable.values())) or "it holds none that is whole"
+            return f"{KEY} is {path}, which no rank can start from: {why}"
+        return ""
+
     def take_over(self, attempt: AttemptState, now: float) -> Action | None:
         """What comes along with another job's state, once in a job's life; to be stored."""
         point, facts = attempt.restore, attempt.facts
@@ -94,6 +110,7 @@ class StartingPoints:
         """A rank can't use a copy; without another one of that step nobody starts there."""
         if report.point is not None:
             self._refused.add(report.point)
+            self._unusable[report.point.path] = f"rank {report.rank}: {report.error}"
 
     def left_out(self) -> list[tuple[Path, str]]:
         """Checkpoints that are none, found since this was last asked, and why."""
@@ -107,6 +124,7 @@ class StartingPoints:
         points = (attempt.restore, *attempt.fallbacks)
         about = [p for p in points if p.step == error.step and _tier(error.tier) == p.tier]
         self._refused.update(about)
+        self._unusable |= {point.path: str(error) for point in about}
         return about[0] if about else None
 
     def _in_memory(self) -> list[RestorePoint]:
@@ -120,8 +138,9 @@ class StartingPoints:
                 continue
             try:
                 self._foreign[point] = control_state(point.path)
-            except (OSError, DamagedFileError, ManifestError, ValueError, KeyError) as error:
+            except UNREADABLE as error:
                 logger.warning("not from %s: %s", point.path, error)
+                self._unusable[point.path] = f"{point.path}: {error}"
         return tuple(point for point in self._foreign if point not in self._refused)
 
     def _usable(self, points: Sequence[RestorePoint], actions: Iterable[Action]) -> set[int]:

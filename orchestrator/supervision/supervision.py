@@ -485,6 +485,10 @@ class Supervision:
         points = self._starts.choose(attempt)
         for folder, why in self._starts.left_out():
             self._journal.happened(notices.checkpoint_left_out(folder.name, why), now)
+        if lost := self._starts.lost(points, self._journal.newest_checkpoint()):
+            told = notices.nothing_to_start_from(lost)
+            self._finish(now, JobState.PAUSED, Cause.STATE_GONE, told)
+            return
         if (taken_over := self._starts.take_over(attempt, now)) is not None:
             self._journal.decided(taken_over, (), None, self._bank.state_dict())
             attempt.facts.apply(taken_over)

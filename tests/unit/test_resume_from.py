@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from launch.checkpoints import commit_checkpoint, open_attempt, write_rank_file
-from launch.snapshots import SnapshotKey, digest_of
+from launch.commands import CopyRefused
+from launch.rank_group import RankEnd
+from launch.snapshots import DamagedSnapshotError, SnapshotKey, digest_of
 from launch.state_block import StateLayout
 from launch.state_header import LAYOUT
 from orchestrator.controller.controller import Controller
 from orchestrator.saved.checkpoint_facts import differences, facts_of
+from orchestrator.saved.restore import newest_written
 from orchestrator.saved.resume_from import check_resume_from, control_state, foreign_points
 from orchestrator.spec.completion import complete
 from orchestrator.spec.errors import SpecError, dotted
@@ -201,3 +204,89 @@ def test_a_job_begins_there_once_with_all_that_comes_along(tmp_path: Path, bench
     assert "step 50" in job.controller.event("resumed").message
     assert not [event for event in job.controller.events if event.kind == "unrecorded"]
     assert list(path.glob("held-by-*"))
+
+
+def damage(path: Path) -> None:
+    """As a disk does: of the same size, and other bytes at its beginning."""
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 64)
+
+
+def test_one_whose_files_say_nothing_is_refused_at_submit(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 20)
+    damage(path / "rank-00001.safetensors")
+    (told,) = problems(begins_at(tmp_path))
+    assert "step-00000020 can't be read" in told and "name another one" in told
+
+
+class TestNothingToStartFrom:
+    """Training from step 0 again is nothing that a job does by itself."""
+
+    def test_a_beginning_that_is_damaged_meanwhile_is_left_to_a_person(
+        self, tmp_path: Path, bench: Make
+    ) -> None:
+        source = tmp_path / "first"
+        path = checkpoint(source, 50)
+        job = bench(checkpoint={"resume_from": str(source)})
+        damage(path / "rank-00001.safetensors")
+        job.step()
+        told = job.settled()
+        assert told.states[-1] == ("paused", "STATE_GONE")
+        assert job.ranks.attempts == [] and told.actions == []
+        message = told.event("ended").message
+        assert str(path) in message and "octavo resume" in message
+
+    def test_as_is_one_that_a_rank_finds_damaged(self, tmp_path: Path, bench: Make) -> None:
+        source = tmp_path / "first"
+        checkpoint(source, 50)
+        job = bench(checkpoint={"resume_from": str(source)})
+        job.step()
+        point = job.ranks.attempts[0][0].restore
+        assert point is not None
+        job.ranks.deliver([CopyRefused(1, 0, 1, 50, "disk", "bytes from 0 are others", point)])
+        cause = DamagedSnapshotError(1, 50, "disk", "digest differs")
+        job.ranks.ends[1] = RankEnd(1, "raised", error="damaged", cause=cause)
+        for _ in range(10):
+            job.step(1.0)
+        told = job.settled()
+        assert told.states[-1] == ("paused", "STATE_GONE") and len(job.ranks.attempts) == 1
+        assert "rank 1" in told.event("ended").message
+
+    def test_and_a_jobs_own_checkpoints_that_are_gone(self, tmp_path: Path, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks._write_checkpoint()
+        job.train(3)
+        assert job.settled().event("checkpoint_written").detail["step"] == 12
+        folder = job.controller.job_dir / "checkpoints"
+        folder.rename(tmp_path / "elsewhere")
+        job.ranks.held.clear()
+        job.ranks.lose(1)
+        for _ in range(5):
+            job.step(1.0)
+        told = job.settled()
+        assert told.states[-1] == ("paused", "STATE_GONE") and len(job.ranks.attempts) == 1
+        message = told.event("ended").message
+        assert "a checkpoint of step 12 was written" in message and str(folder) in message
+
+    def test_where_nothing_was_ever_saved_it_begins_anew(self, bench: Make) -> None:
+        job = bench()
+        job.train(4)
+        job.ranks.held.clear()
+        job.ranks.lose(1)
+        job.train(3)
+        assert job.settled().states[-1][0] == "running" and len(job.ranks.attempts) == 2
+
+    def test_what_was_gone_back_from_counts_as_never_written(self) -> None:
+        def written(at: float, step: int) -> dict[str, Any]:
+            return {"time": at, "kind": "checkpoint_written", "detail": {"step": step}}
+
+        def back(at: float, step: int | None) -> dict[str, Any]:
+            return {"time": at, "kind": "rollback", "to_step": step}
+
+        assert newest_written([], []) == 0
+        events = [written(1.0, 10), written(2.0, 20), written(5.0, 15)]
+        assert newest_written(events, [back(9.0, None)]) == 20
+        assert newest_written(events, [back(3.0, 12)]) == 15
+        assert newest_written(events, [back(6.0, 12)]) == 10
+        assert newest_written(events, [back(6.0, 0)]) == 0
