@@ -113,6 +113,7 @@ class WandbRun:
         self._thread = threading.Thread(target=self._main, name=f"wandb-{job}", daemon=True)
         self._run: Any = None
         self._tally = Tally()
+        self._pause_told = False
         self._incidents: list[Row] = []
         self._actions: list[Row] = []
         self._step = 0
@@ -378,6 +379,7 @@ class WandbRun:
         self._heat_due = min(self._heat_due, HEAT_AFTER)
         if self._note(action):
             self._run.notes = self._told_notes()
+        self._pause_told |= action["kind"] == "pause"
         if action["kind"] in _SERIOUS:
             self._run.alert(
                 title=f"{self.job}: {action['kind']} {at_step(action['step'])}",
@@ -399,9 +401,9 @@ class WandbRun:
         self._run.finish(exit_code=0 if summary.get("state", "succeeded") == "succeeded" else 1)
 
     def _tell_end(self, summary: Row) -> None:
-        """An alert of how the job ended; of a pause its action has told."""
+        """An alert of how the job ended, or came to rest; of most pauses their action has told."""
         state = summary.get("state")
-        if state is None or state == "paused":
+        if state is None or (state == "paused" and self._pause_told):
             return
         steps, planned = summary.get("steps"), summary.get("steps_planned")
         of = f" of {planned}" if planned is not None else ""
@@ -410,7 +412,7 @@ class WandbRun:
             title=f"{self.job}: {state}",
             text=(f"{steps}{of} steps" if of else counted(steps or 0, "step"))
             + (f", loss {loss:.4g}" if isinstance(loss, float) else ""),
-            level="ERROR" if state == "failed" else "INFO",
+            level={"failed": "ERROR", "paused": "WARN"}.get(state, "INFO"),
             wait_duration=ALERT_WAIT_S,
         )
 

@@ -82,6 +82,9 @@ class FakeRun:
     def __init__(self, on_log=lambda: None):
         self.on_log = on_log
         self.logged = []
+        self.alerts = []
+        self.summary = {}
+        self.notes = ""
         self.finished = 0
 
     def define_metric(self, *_, **__):
@@ -90,6 +93,9 @@ class FakeRun:
     def log(self, values):
         self.on_log()
         self.logged.append(values)
+
+    def alert(self, title, level="INFO", **_):
+        self.alerts.append((title, level))
 
     def finish(self, **_):
         self.finished += 1
@@ -170,6 +176,7 @@ class TestARealOfflineRun:
 
     def test_a_pause_calls_a_person_louder_where_nobody_asked_for_it(self, records):
         alerts = [r["alert"] for r in records if r["type"] == "alert"][1:-1]
+        assert alerts.pop(0)["title"] == "demo-abc123: paused", "no action said why"
         assert [(a["title"], a["level"], a["text"]) for a in alerts] == [
             ("demo-abc123: pause at step 59", "ERROR", "no rung is left"),
             ("demo-abc123: pause at step 59", "INFO", "no rung is left"),
@@ -389,6 +396,21 @@ class TestTroubleOfWandb:
         assert run.finish(timeout=10)
         assert modes == ["online", "offline"]
         assert sum(metrics.LOSS in values for values in fake.logged) == 1
+
+    @pytest.mark.parametrize("told", [False, True])
+    def test_a_pause_is_told_once_by_its_action_or_by_the_end(self, faked, told):
+        fake = FakeRun()
+        run = faked(fake)
+        run.start()
+        run.log_step(healthy_trace(1, layers=())[0])
+        if told:
+            run.log_action({"kind": "pause", "attempt": 1, "timeline": 0, "step": 0,
+                            "time": 1.0, "reason": "Again."})  # fmt: skip
+        assert run.finish({"state": "paused", "steps": 1, "steps_planned": 9}, timeout=20)
+        expected = ("demo-000001: pause at step 0", "ERROR") if told else (
+            "demo-000001: paused", "WARN"
+        )  # fmt: skip
+        assert fake.alerts == [expected]
 
     def test_a_call_never_blocks_and_a_full_queue_drops(self, faked, monkeypatch):
         monkeypatch.setattr("monitoring.wandb_run.QUEUE_LIMIT", 10)
