@@ -39,8 +39,9 @@ from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.journal import RunLog
 from orchestrator.supervision.notices import backend_detail
 from orchestrator.supervision.outbox import ControllerUnreachableError
+from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.preflight_gate import PreflightGate
-from orchestrator.supervision.supervision import Phase, Supervision
+from orchestrator.supervision.supervision import Supervision
 
 logger = logging.getLogger(__name__)
 

@@ -41,9 +41,10 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import Acknowledgement, JobHistory, SupervisorBatch
 from orchestrator.spec.job import JobSpec
 from orchestrator.store.database import Store
+from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.record_merger import RecordMerger, merge_reports, record_of
 from orchestrator.supervision.stragglers import Stragglers
-from orchestrator.supervision.supervision import Phase, Supervision
+from orchestrator.supervision.supervision import Supervision
 from orchestrator.supervision.supervisor import run_log
 from tests.benchmarks.bench_control_plane import took
 from tests.unit.control_plane import TOKEN, ControlPlane

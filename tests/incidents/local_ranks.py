@@ -34,7 +34,8 @@ from orchestrator.actions import Action
 from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import ResumeState
 from orchestrator.spec.job import JobSpec
-from orchestrator.supervision.supervision import Phase, Supervision
+from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.supervision import Supervision
 from tests.ranks.launch_ranks import PRELOAD, free_port
 from tests.unit.scripted_job import ScriptedController
 

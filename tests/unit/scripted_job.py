@@ -41,7 +41,8 @@ from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.recovery.resume import batches_of, standing
 from orchestrator.spec.job import JobSpec
 from orchestrator.supervision.outbox import ControllerUnreachableError
-from orchestrator.supervision.supervision import Phase, Supervision
+from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.supervision import Supervision
 
 LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down")
 WORLD = 2

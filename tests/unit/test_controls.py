@@ -26,7 +26,8 @@ from orchestrator.recovery.controls import (
 )
 from orchestrator.recovery.policy import decide, exchange_to_fp8, return_to_fp8
 from orchestrator.spec.config import RecoveryConfig
-from orchestrator.supervision.supervision import STOP_S, Phase
+from orchestrator.supervision.job_end import STOP_S
+from orchestrator.supervision.phases import Phase
 from tests.unit.scripted_job import LAYERS as SCRIPTED_LAYERS
 from tests.unit.scripted_job import Bench, Make, Script, spec
 from tests.unit.test_recovery import DOWN, LAYERS, history, incident

@@ -16,7 +16,9 @@ from orchestrator.recovery.controls import Control
 from orchestrator.replay.replay import replay
 from orchestrator.spec.config import RecoveryConfig
 from orchestrator.supervision.attempt import step_timeout_s
-from orchestrator.supervision.supervision import BLAME_S, DRAIN_S, Phase
+from orchestrator.supervision.job_end import DRAIN_S
+from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.supervision import BLAME_S
 from tests.unit.scripted_job import LAYERS, Bench, Make, Script
 from tests.unit.stored_job import StoredJob
 

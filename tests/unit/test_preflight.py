@@ -257,7 +257,7 @@ def test_ranks_start_once_their_nodes_have_passed_and_others_are_asked_for_where
 ) -> None:
     job = bench()
     asked = Asked()
-    job.supervision._gate = PreflightGate(complete(scripted_job.spec()), asked.begin)  # type: ignore[arg-type]
+    job.supervision._starter._gate = PreflightGate(complete(scripted_job.spec()), asked.begin)  # type: ignore[arg-type]
     job.step()
     job.step()
     assert not job.ranks.running and job.controller.attempt == 1

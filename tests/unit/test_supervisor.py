@@ -36,7 +36,9 @@ from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.recovery.policy import decide
 from orchestrator.spec.config import RecoveryConfig
-from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S, STOP_S, Phase
+from orchestrator.supervision.job_end import STOP_S
+from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
 from tests.unit.test_recovery import incident
 

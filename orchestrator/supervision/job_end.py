@@ -1,0 +1,118 @@
+"""How a job is brought to its end: its ranks stop, what they had to tell comes in, the end is told.
+
+Promises: ranks have a bounded time to end, and their last reports to come in; the report is written
+before the end is told; what only the ranks hold is not given up for a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launch.commands import Stop
+from launch.rank_group import RankEnd
+from orchestrator.events import Notice
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.recovery.controls import Control
+from orchestrator.recovery.last_steps import missed
+from orchestrator.supervision import notices
+from orchestrator.supervision.attempt import ranks_told
+from orchestrator.supervision.ending import Ending, unsaved, why_no_checkpoint
+from orchestrator.supervision.inbox import Inbox
+from orchestrator.supervision.job_in_hand import JobInHand
+from orchestrator.supervision.lost_ranks import first_causes
+from orchestrator.supervision.phases import Over, Phase, Stopping
+
+DRAIN_S = 10.0
+"""Seconds that the last reports may take after the ranks have ended."""
+STOP_S = 45.0
+"""Seconds that a stop may take, its checkpoint included; the controller ends us after 60."""
+
+
+class JobEnd:
+    """Of one job; ``inbox``: where its ranks' reports come in."""
+
+    def __init__(self, job: JobInHand, inbox: Inbox) -> None:
+        self._job = job
+        self._inbox = inbox
+
+    def stop(
+        self,
+        now: float,
+        state: JobState,
+        cause: Cause,
+        reason: str,
+        control: Control | None = None,
+    ) -> None:
+        """Stop the ranks after a checkpoint; at once where there is nothing to save."""
+        job = self._job
+        nothing_new = job.phase is Phase.LAUNCHING or not job.attempt.trains
+        if nothing_new or any(end.how != "done" for end in job.group.ended()):
+            self.finish(now, state, cause, reason)
+            return
+        job.attempt.ended_since = None
+        job.post(Stop(reason, checkpoint=True))
+        job.standing = Stopping(Ending(state, cause, reason, now + STOP_S, control))
+
+    def watch(self, ending: Ending, now: float, *, cancelled: bool) -> str | None:
+        """End the job once its ranks have stopped; ``cancelled``: whatever is lost with that.
+
+        Why it has to go on instead, where a pause would lose what was trained; else None.
+        """
+        job = self._job
+        ended = job.group.ended()
+        failed = [end for end in ended if end.how != "done"]
+        if failed:
+            told = ranks_told([end.rank for end in first_causes(failed)])
+            note = f" (no checkpoint: {told} ended before it was written)"
+        elif len(ended) == job.world and self.drained(ended, now):
+            late = missed(ended, job.attempt.under_way)
+            note = f" ({late}: an older checkpoint is what a resume starts from)" if late else ""
+        elif now > ending.deadline:
+            note = " (ended without a checkpoint: the ranks did not stop in time)"
+        else:
+            return None
+        if ending.control is not None:
+            if not note and job.attempt.facts.step + 1 == job.spec.training.steps:
+                self.complete(ended, now)
+                return None
+            if not cancelled and not job.all_on_disk():
+                return note or why_no_checkpoint(ended, job.shelf)
+        self.finish(now, ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
+        return None
+
+    def drained(self, ended: Sequence[RankEnd], now: float) -> bool:
+        """Whether all that the ended ranks had to report is here, or won't come any more."""
+        job = self._job
+        attempt = job.attempt
+        attempt.ended_since = attempt.ended_since or now
+        steps = max((end.result.step for end in ended if end.result), default=0)
+        # A rank's last reports come before its end, and may have come since the pass began.
+        complete = attempt.facts.step + 1 >= steps and not job.shelf.waiting()
+        complete = complete and self._inbox.empty
+        return complete or now - attempt.ended_since > DRAIN_S
+
+    def complete(self, ended: Sequence[RankEnd], now: float) -> None:
+        """All steps are done."""
+        job = self._job
+        steps = job.spec.training.steps
+        done = f"All {steps} steps are done." if steps > 1 else "Its one step is done."
+        newest = job.attempt.facts.step
+        if newest + 1 < steps:
+            gap = notices.unrecorded(newest + 1, steps - 1)
+            job.journal.happened(gap, now)
+            done = f"{done} {gap.message}"
+        on_disk = job.starts.steps_on_disk(job.attempt.facts.actions)
+        if lost := unsaved(ended, job.shelf, steps, job.attempt.resume.job, on_disk):
+            # The weights are what the job was for.
+            self.finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
+        else:
+            self.finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
+
+    def finish(self, now: float, state: JobState, cause: Cause, message: str) -> None:
+        """The job's end. The report comes first, so that whoever sees the state finds it."""
+        job = self._job
+        job.group.close()
+        job.journal.write_report(state)
+        job.journal.happened(Notice("ended", message), now, (state, cause))
+        job.journal.flush()
+        job.standing = Over()

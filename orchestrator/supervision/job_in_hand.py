@@ -1,0 +1,87 @@
+"""What a supervisor has of its job over all attempts: the present one, detectors, ways to start.
+
+Promises: it decides nothing; an action is durable when ``decided`` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launch.commands import Order
+from launch.rank_group import RankGroup
+from monitoring.records import Incident
+from orchestrator.actions import Action
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import ResumeState
+from orchestrator.recovery.detector_bank import bank_of
+from orchestrator.recovery.way_back import left_open
+from orchestrator.saved.checkpoint_facts import facts_of
+from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from orchestrator.supervision.attempt import world_size
+from orchestrator.supervision.attempt_state import AttemptState
+from orchestrator.supervision.journal import Journal
+from orchestrator.supervision.phases import Launching, Phase, Standing
+from orchestrator.supervision.starting_points import StartingPoints
+
+
+class JobInHand:
+    """One job from one ``ResumeState`` to its end."""
+
+    def __init__(self, resume: ResumeState, group: RankGroup, journal: Journal, now: float) -> None:
+        self.group = group
+        self.journal = journal
+        self.spec = resume.spec
+        """Of the present attempt: its degrees may be others than those of the one before."""
+        self.world = world_size(resume)
+        """Ranks of the present attempt."""
+        num_to_keep = resume.spec.checkpoint.num_to_keep
+        facts = facts_of(resume.spec)
+        self.shelf = CheckpointShelf(resume.job_dir, num_to_keep, self.world, facts)
+        self.bank = bank_of(resume)
+        """The detectors."""
+        self.starts = StartingPoints(group, self.shelf, resume.spec, self.world)
+        self.way_back = left_open(resume)
+        """What no step has followed yet; None: training went on."""
+        self.attempt = AttemptState(resume, self.world, now)
+        self.standing: Standing = Launching()
+
+    @property
+    def phase(self) -> Phase:
+        """Where the attempt stands."""
+        return self.standing.phase
+
+    def takes_commands(self) -> bool:
+        """Whether the ranks train and go on."""
+        trains = self.phase is Phase.TRAINING and self.attempt.trains
+        done = self.attempt.facts.step + 1 >= self.spec.training.steps
+        return trains and not done and not self.group.ended()
+
+    def all_on_disk(self) -> bool:
+        """Whether what was trained, if anything, can be taken up from a checkpoint."""
+        facts = self.attempt.facts
+        return max(self.starts.steps_on_disk(facts.actions), default=0) >= facts.step + 1
+
+    def decided(
+        self,
+        action: Action,
+        incidents: Sequence[Incident] = (),
+        transition: tuple[JobState, Cause] | None = None,
+    ) -> None:
+        """Store an action, with what it answers and what the detectors know. Raises FencedError."""
+        self.journal.decided(action, incidents, transition, self.bank.state_dict())
+
+    def post(self, order: Order) -> int:
+        """Send a command to the ranks; its number."""
+        command = self.attempt.command(order)
+        self.group.post(command)
+        return command.number
+
+    def go_back(self, action: Action, now: float) -> int:
+        """Every rank to its own snapshot of ``action.to_step``, as a new timeline; returns the
+        command's number."""
+        order = self.attempt.go_back(action, now)
+        self.shelf.forget()
+        self.bank.rewind(order.to_step, timeline=order.timeline)
+        number = self.post(order)
+        self.attempt.under_way = (number, action)
+        return number
