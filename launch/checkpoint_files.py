@@ -8,9 +8,11 @@ from the disk before anybody is told; nothing is returned that doesn't match its
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ from launch.snapshots import Payload
 
 CHUNK = 1 << 20
 """Bytes that have a digest of their own."""
+MOST_TEXT = 256 << 20
+"""Bytes of a manifest, or of a file's digests, at most: those of terabytes have less."""
 _CACHED = 16
 """Verified chunks that a reader keeps."""
 
@@ -75,14 +79,32 @@ def write_rank_file(folder: Path, name: str, payload: Payload, digest: str) -> R
     return file
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file by. OSError for what is none: a pipe would never end, nor would
+    a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_small(path: Path) -> bytes:
+    """A whole file of text about others. OSError where it is none, or above ``MOST_TEXT``."""
+    with os.fdopen(open_regular(path), "rb") as stream:
+        if os.fstat(stream.fileno()).st_size > MOST_TEXT:
+            raise OSError(errno.EFBIG, "it is too large to be one of ours", str(path))
+        return stream.read()
+
+
 def complete_file(folder: Path, name: str) -> RankFile | None:
     """What ``write_rank_file`` says of a file that is there in full; else None."""
     path = folder / name
     try:
-        told = json.loads(_note(path).read_text())
+        told = json.loads(read_small(_note(path)))
         file = RankFile(told["name"], told["nbytes"], told["digest"], told["chunks"])
         return file if path.stat().st_size == file.nbytes else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
@@ -94,7 +116,7 @@ def what_is_wrong(folder: Path, file: RankFile, *, contents: bool) -> str | None
         if size != file.nbytes:
             return f"{file.name} has {size} bytes, {file.nbytes} were written"
         if contents:
-            with path.open("rb") as stream:
+            with os.fdopen(open_regular(path), "rb") as stream:
                 if hashlib.file_digest(stream, _hash).hexdigest() != file.digest:
                     return f"{file.name} has another digest than was written"
     except OSError as error:
@@ -110,9 +132,9 @@ class RankFileReader:
         path = folder / file.name
         self._file = file
         try:
-            told = json.loads(_note(path).read_text())
+            told = json.loads(read_small(_note(path)))
             self._digests = [bytes.fromhex(chunk) for chunk in told["digests"]]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DamagedFileError(f"{_note(path).name}: {error}") from error
         chunks = -(-file.nbytes // CHUNK)
         if (
@@ -121,7 +143,7 @@ class RankFileReader:
             or path.stat().st_size != file.nbytes
         ):
             raise DamagedFileError(f"{file.name} or its digests aren't what was written")
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = open_regular(path)
         self._cache: OrderedDict[int, bytes] = OrderedDict()
 
     def close(self) -> None:
@@ -130,6 +152,8 @@ class RankFileReader:
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Bytes [begin, end), a copy. Raises OSError or DamagedFileError."""
+        if end > self._file.nbytes:
+            raise DamagedFileError(f"{self._file.name} ends before byte {end}")
         found = np.empty(end - begin, dtype=np.uint8)
         at = begin
         while at < end:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -33,6 +34,8 @@ from launch import checkpoint_files
 from launch.checkpoint_files import (
     RankFile,
     complete_file,
+    open_regular,
+    read_small,
     sync_folder,
     what_is_wrong,
     write_durably,
@@ -245,7 +248,7 @@ def list_checkpoints(
 def read_manifest(folder: Path | str) -> Checkpoint:
     """What the checkpoint ``folder`` says of itself; raises OSError or ManifestError."""
     folder = Path(folder)
-    text = (folder / MANIFEST).read_bytes()
+    text = read_small(folder / MANIFEST)
     try:
         told = json.loads(text)
         if told["format"] != FORMAT:
@@ -253,12 +256,15 @@ def read_manifest(folder: Path | str) -> Checkpoint:
         if told.pop("digest") != _manifest_digest(told):
             raise ManifestError("its manifest has another digest than was written")
         files = {int(rank): RankFile(**file) for rank, file in told["files"].items()}
-        return Checkpoint(
-            folder, told["step"], told["attempt"], told["timeline"], files, told["run"]
-        )
+        step, attempt, timeline = numbers = told["step"], told["attempt"], told["timeline"]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ManifestError(f"its step, attempt and timeline are {numbers}")
+        if not isinstance(told["run"], dict):
+            raise ManifestError("it doesn't say what it is of")
+        return Checkpoint(folder, step, attempt, timeline, files, told["run"])
     except ManifestError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ManifestError(f"its manifest can't be read: {error!r}") from error
 
 
@@ -293,7 +299,8 @@ def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
     try:
         checkpoint = read_manifest(folder)
         file = checkpoint.files[rank]
-        payload = np.fromfile(folder / file.name, dtype=np.uint8)
+        with os.fdopen(open_regular(folder / file.name), "rb") as stream:
+            payload = np.fromfile(stream, dtype=np.uint8)
     except (OSError, KeyError) as error:
         raise MissingSnapshotError(rank, step, "disk", f"{folder}: {error}") from error
     except ManifestError as error:

@@ -138,6 +138,8 @@ class Restorer:
             raise DamagedSnapshotError(rank, step, tier, str(error)) from error
         if meta.get(LAYOUT) != self._layout.to_json():
             raise MismatchedSnapshotError(rank, step, tier, "it is of ranks of other degrees")
+        if meta.get("step") != step:
+            raise DamagedSnapshotError(rank, step, tier, f"it holds step {meta.get('step')}")
         return Found(point, meta, tensors)
 
     def _nowhere(self, point: RestorePoint) -> SnapshotError:

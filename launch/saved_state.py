@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from launch.checkpoint_files import RankFileReader
+from launch.checkpoint_files import DamagedFileError, RankFileReader
 from launch.checkpoints import read_manifest
 from launch.state_block import dtype_of
 from launch.state_header import LAYOUT, parse_header
@@ -76,8 +76,15 @@ class SavedState:
             try:
                 meta, entries = parse_header(reader.read(8, 8 + size).tobytes())
                 layout = RankLayout.from_json(meta[LAYOUT])
-            except (ValueError, KeyError, TypeError) as error:
+                step, owner = meta["step"], layout.rank_at(*layout.coordinate)
+            except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
                 raise LayoutError(f"rank {rank}'s file doesn't say what it holds") from error
+            if (step, owner) != (self.step, rank):
+                # All digests are right: somebody has written the manifest anew.
+                raise DamagedFileError(
+                    f"the file of rank {rank} and step {self.step} holds rank {owner}'s state of "
+                    f"step {step}"
+                )
             self._headers[rank] = Header(8 + size, meta, entries, layout)
         return self._headers[rank]
 

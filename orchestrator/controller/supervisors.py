@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE_S = 60.0
 """Seconds without an answer after which a supervisor counts as lost."""
+STARTING_S = 240.0
+"""The same before its first answer: its process has to start first, and many may at once."""
 
 
 class Presence(Enum):
@@ -76,6 +78,8 @@ class _Known:
     """Reference to ``run``'s result, if this controller called it."""
     ping: Any | None = None
     asked_at: float = 0.0
+    answered: bool = False
+    """Since this process knows it; one that was found by its name has begun long ago."""
     words: LastWords = field(default_factory=LastWords)
 
 
@@ -124,11 +128,12 @@ class RaySupervisors:
             known.ping, known.asked_at = known.actor.ping.remote(), now
         ready, _ = ray.wait([known.ping], timeout=0)
         if not ready:
-            if now - known.asked_at <= SILENCE_S:
+            patience = SILENCE_S if known.answered else STARTING_S
+            if now - known.asked_at <= patience:
                 return Presence.WORKING
-            known.words = LastWords(f"no answer for {SILENCE_S:.0f} s")
+            known.words = LastWords(f"no answer for {patience:.0f} s")
             return Presence.DONE
-        answer, known.ping = known.ping, None
+        answer, known.ping, known.answered = known.ping, None, True
         try:
             going = ray.get(answer)
         except Exception as error:  # noqa: BLE001 — whatever it is, it didn't answer
@@ -173,7 +178,7 @@ class RaySupervisors:
                 actor = ray.get_actor(supervisor_actor(job), namespace=NAMESPACE)
             except ValueError:
                 return None
-            self._known[job] = _Known(actor, None)
+            self._known[job] = _Known(actor, None, answered=True)
         return self._known[job]
 
     def _end_of(self, job: str, run: Any) -> LastWords:

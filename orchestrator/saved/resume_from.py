@@ -65,8 +65,13 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
         raise SpecError([Problem(file, dotted(f.path), "", f.message, f.remedy) for f in found])
 
 
-def checkpoints_in(path: Path) -> list[Checkpoint]:
-    """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked."""
+def _nobody(folder: Path, why: str) -> None:
+    """Whoever asks needs the good ones alone."""
+
+
+def checkpoints_in(path: Path, left_out: Callable[[Path, str], None] = _nobody) -> list[Checkpoint]:
+    """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked.
+    ``left_out`` is told of folders that should be checkpoints and aren't, and why."""
     try:
         folders = [path, *sorted(path.glob("step-*"), reverse=True)]
         folders += sorted((path / "checkpoints").glob("step-*"), reverse=True)
@@ -77,19 +82,26 @@ def checkpoints_in(path: Path) -> list[Checkpoint]:
     for folder in folders:
         try:
             found.append(read_manifest(folder))
-        except (OSError, ManifestError):
-            continue
+        except (OSError, ManifestError) as error:
+            if folder.name.startswith("step-"):
+                left_out(folder, str(error))
     return found
 
 
-def foreign_points(spec: JobSpec) -> list[RestorePoint]:
-    """Where the job may begin by its spec, best first."""
+def foreign_points(
+    spec: JobSpec, left_out: Callable[[Path, str], None] = _nobody
+) -> list[RestorePoint]:
+    """Where the job may begin by its spec, best first; ``left_out`` as in ``checkpoints_in``."""
     path = spec.checkpoint.resume_from
-    return [
-        RestorePoint(c.step, "disk", FOREIGN_ATTEMPT, 0, str(c.path))
-        for c in ([] if path is None else checkpoints_in(path))
-        if set(c.files) == set(range(len(c.files))) and not verify_checkpoint(c, contents=False)
-    ]
+    found = []
+    for c in [] if path is None else checkpoints_in(path, left_out):
+        if problems := verify_checkpoint(c, contents=False):
+            left_out(c.path, "; ".join(problems))
+        elif set(c.files) != set(range(len(c.files))):
+            left_out(c.path, "its manifest lacks ranks")
+        else:
+            found.append(RestorePoint(c.step, "disk", FOREIGN_ATTEMPT, 0, str(c.path)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +194,11 @@ def _what_is_there(path: Path) -> tuple[str, str]:
         there = False
     if not there:
         return "does not exist", "name a job's folder, or one of its checkpoints"
+    names, inside = [path.name], list[str]()
     try:
-        names = [path.name] if path.is_file() else sorted(p.name for p in path.iterdir())
-        inside = [q.name for p in path.iterdir() if p.is_dir() for q in p.iterdir()][:10_000]
-    except NotADirectoryError:
-        inside = []
+        if path.is_dir():
+            names = sorted(p.name for p in path.iterdir())
+            inside = [q.name for p in path.iterdir() if p.is_dir() for q in p.iterdir()][:10_000]
     except OSError as error:
         return f"can't be read: {error.strerror}", "name a folder that the controller may read"
     for known, message, remedy in _KINDS:

@@ -14,6 +14,7 @@ from orchestrator.actions import Action
 from orchestrator.events import Notice
 from orchestrator.recovery.fresh_start import gave_up
 from orchestrator.recovery.way_back import WayBack
+from orchestrator.saved.resume_from import FOREIGN_ATTEMPT
 from orchestrator.supervision.attempt_state import AttemptState
 from parallel.precision.choice import BackendChoice
 
@@ -158,10 +159,14 @@ def copy_passed_over(report: CopyRefused) -> Notice:
 def restored_older(report: RestoredOlder, wanted: int) -> Notice:
     """Not every rank had a usable copy of the step that the attempt was to start from."""
     source = {"memory": "a copy in memory", "disk": "a checkpoint"}[report.point.tier]
+    foreign = report.point.attempt == FOREIGN_ATTEMPT
+    kept = (
+        f" What was left out, in BF16 and slowed down by step {wanted} stays so." if foreign else ""
+    )
     return Notice(
         "restored_older",
         f"Attempt {report.attempt} starts at step {report.step}, from {source}: not every rank "
-        f"has a usable copy of step {wanted}.",
+        f"has a usable copy of step {wanted}.{kept}",
         {"attempt": report.attempt, "step": report.step, "tier": report.point.tier},
     )
 

@@ -47,6 +47,7 @@ class StartingPoints:
         self._foreign: dict[RestorePoint, ControlState] = {}
         self._unusable: dict[str, str] = {}
         """Why not, of checkpoints by their folder."""
+        self._news: list[tuple[Path, str]] = []
 
     def resize(self, world_size: int, attempt: int) -> None:
         """From ``attempt`` on the ranks are more or fewer: copies in memory of those before fit
@@ -114,7 +115,8 @@ class StartingPoints:
 
     def left_out(self) -> list[tuple[Path, str]]:
         """Checkpoints that are none, found since this was last asked, and why."""
-        return self._shelf.left_out()
+        news, self._news = self._news, []
+        return [*self._shelf.left_out(), *news]
 
     def refuse(self, cause: RankEnd, attempt: AttemptState) -> RestorePoint | None:
         """The point whose copy is why a rank ended; left out from now on. None: it was not why."""
@@ -133,15 +135,21 @@ class StartingPoints:
 
     def _from_other_jobs(self) -> tuple[RestorePoint, ...]:
         """By the spec, those of them that can say what they were trained with."""
-        for point in foreign_points(self._spec):
+        for point in foreign_points(self._spec, self._leave_out):
             if point in self._refused or point in self._foreign:
                 continue
             try:
                 self._foreign[point] = control_state(point.path)
             except UNREADABLE as error:
-                logger.warning("not from %s: %s", point.path, error)
-                self._unusable[point.path] = f"{point.path}: {error}"
+                self._leave_out(Path(point.path), str(error))
         return tuple(point for point in self._foreign if point not in self._refused)
+
+    def _leave_out(self, folder: Path, why: str) -> None:
+        """Another job's, or a folder that should be one; told once."""
+        if str(folder) not in self._unusable:
+            logger.warning("not from %s: %s", folder, why)
+            self._news.append((folder, why))
+        self._unusable[str(folder)] = f"{folder}: {why}"
 
     def _usable(self, points: Sequence[RestorePoint], actions: Iterable[Action]) -> set[int]:
         """Steps of those that are on this branch and weren't found damaged."""

@@ -9,6 +9,13 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
+from orchestrator.controller.supervisors import (
+    SILENCE_S,
+    STARTING_S,
+    Presence,
+    RaySupervisors,
+    _Known,
+)
 from orchestrator.protocol import FencedError
 from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.outbox import ControllerUnreachableError
@@ -37,3 +44,29 @@ def test_a_refusal_is_none_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = controller_that_raised(FencedError("another attempt"), monkeypatch)
     with pytest.raises(FencedError):
         controller.history("job")
+
+
+def test_a_supervisor_that_has_yet_to_start_is_waited_for_longer_than_one_that_falls_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: set[str] = set()
+    monkeypatch.setattr(
+        ray, "wait", lambda asked, timeout: ([a for a in asked if a in answers], [])
+    )
+    monkeypatch.setattr(ray, "get", lambda reference: True)
+    actor = SimpleNamespace(ping=SimpleNamespace(remote=lambda: "ping"))
+    supervisors = RaySupervisors(object)
+    supervisors._known["job"] = _Known(actor, "run")
+    assert supervisors.look("job", 0.0) is Presence.WORKING
+    assert supervisors.look("job", STARTING_S) is Presence.WORKING
+    answers.add("ping")
+    assert supervisors.look("job", STARTING_S) is Presence.WORKING
+    answers.clear()
+    began = STARTING_S + 1.0
+    assert supervisors.look("job", began) is Presence.WORKING
+    assert supervisors.look("job", began + SILENCE_S) is Presence.WORKING
+    assert supervisors.look("job", began + SILENCE_S + 1.0) is Presence.DONE
+    assert supervisors.last_words("job").told == f"no answer for {SILENCE_S:.0f} s"
+    supervisors._known["job"] = _Known(actor, "run")
+    assert supervisors.look("job", 0.0) is Presence.WORKING
+    assert supervisors.look("job", STARTING_S + 1.0) is Presence.DONE
