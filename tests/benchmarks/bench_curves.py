@@ -153,7 +153,7 @@ def rows_of(
 ) -> list[Result]:
     """One exchange's final losses by seed, and how far above those of ``against`` they are."""
     row = partial(measured, setting=setting, side=f"{OCTAVO} {exchange}", **missed)
-    rows = [row("final loss by exchange", values=finals.values(), unit="")]
+    rows = [row("final loss by exchange", values=finals.values(), unit="nats")]
     gaps = [100 * (loss / against[seed] - 1) for seed, loss in finals.items() if seed in against]
     if exchange != EXCHANGES[0]:
         note = ""

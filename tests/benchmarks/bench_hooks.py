@@ -165,7 +165,7 @@ def loss_rows(finals: Finals, equal: Mapping[Side, bool], steps: int) -> list[Re
             "hangs": sum(value.hung for value in failed),
         }
         found = [value for value in by_seed.values() if isinstance(value, float)]
-        rows.append(measured("final loss", setting, found, "", side=side.name, **missed))
+        rows.append(measured("final loss", setting, found, "nats", side=side.name, **missed))
         own = gaps(finals, side)
         if side in REFERENCES:
             continue

@@ -105,7 +105,7 @@ def rows_of(
     side, note = side_of(name), "" if name in side_of(name) else name
     found = [finals[case] for case in cases if case in finals]
     row = partial(measured, setting=setting, side=side, failures=failures, hangs=hangs, note=note)
-    rows = [row("final loss", values=found, unit="")]
+    rows = [row("final loss", values=found, unit="nats")]
     gaps = [
         100 * (finals[case] / finals[BF16, *case[1:]] - 1)
         for case in cases

@@ -176,7 +176,7 @@ def _line(row: Result) -> str:
 
 
 def shown(value: float, unit: str) -> str:
-    """A number with its unit, to three digits."""
+    """A number with its unit, to three digits; losses (``nats``) to four decimals."""
     if math.isnan(value):
         return "–"
     if unit == "s" and value < 1:
@@ -184,6 +184,8 @@ def shown(value: float, unit: str) -> str:
     if unit == "%":
         # Of what is nearly all, the last digits tell.
         return f"{value:.2f} %"
+    if unit == "nats":
+        return f"{value:.4f} nats"
     number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{number} {unit}".strip()
 

@@ -21,6 +21,7 @@ from tests.benchmarks.gradient_sides import (
     Side,
     run_of,
     sides,
+    starts_of,
 )
 from tests.benchmarks.gradient_turns import Measured, Turn
 from tests.benchmarks.peers.turns import Failed
@@ -91,6 +92,11 @@ def test_the_fastest_peer_is_one_at_equal_loss():
     assert steps[POWER[1].name].note == "loss not equal"
     ratios = {row.side: row for row in rows if row.name.startswith("… its time")}
     assert ratios[REFERENCES[0].name].median == 2.0 and FP8.name not in ratios
+
+
+@pytest.mark.parametrize(("steps", "begins"), [(1000, 100), (240, 24), (100, 20), (8, 4)])
+def test_power_sgd_begins_after_the_warm_up_and_always_runs(steps: int, begins: int):
+    assert starts_of(steps, warm_up=20) == begins < steps
 
 
 @pytest.mark.parametrize("shape", SHAPES)

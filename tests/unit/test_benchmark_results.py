@@ -16,6 +16,7 @@ from tests.benchmarks.results import (
     measured,
     read,
     report,
+    shown,
     write_table,
 )
 
@@ -53,6 +54,10 @@ def test_one_table_has_all_rows_and_says_once_on_what_machine(tmp_path: Path) ->
     whole = json.loads((tmp_path / "bench.json").read_text())
     assert "versions" in whole and "versions" not in whole["reports"][0]
     assert read(tmp_path)[0].benchmark == "bench_a", "the table is no benchmark"
+
+
+def test_losses_are_told_to_the_digits_that_differ() -> None:
+    assert shown(1.80512, "nats") == "1.8051 nats" and shown(1.80512, "×") == "1.81 ×"
 
 
 def test_other_json_is_refused_in_words() -> None:
