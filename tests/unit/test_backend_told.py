@@ -157,7 +157,7 @@ class TestShown:
         run = WandbRun(WandbConfig(mode="offline"), "demo-000001", tmp_path, {"name": "demo"})
         run.start()
         run.log_config(backend_detail(CHOSEN))
-        assert run.finish()
+        assert run.finish(timeout=120)
         told = str(read_back(tmp_path))
         assert "backend_reason" in told and "a GPU runs it" in told
 

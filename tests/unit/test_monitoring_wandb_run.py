@@ -127,7 +127,7 @@ class TestARealOfflineRun:
         first.log_checkpoint(7, directory / "gone")
         first.log_incident(incident_row(49))
         first.log_action(action_row(49, 40))
-        assert first.finish({"state": "paused"}, timeout=30)
+        assert first.finish({"state": "paused"}, timeout=120)
         second = WandbRun(WandbConfig(mode="offline"), "demo-abc123", directory, SPEC)
         second.start(steps[:50], [incident_row(49)], [action_row(49, 40)])
         second.log_start({"attempt": 1, "step": 40, "tier": "disk"})
@@ -137,7 +137,7 @@ class TestARealOfflineRun:
         for by_hand in (False, True):
             second.log_action(pause_row(59, by_hand=by_hand))
         ended = {"state": "succeeded", "final_loss": 2.5, "steps": 60, "steps_planned": 60}
-        assert second.finish(ended, timeout=30)
+        assert second.finish(ended, timeout=120)
         assert not first.disabled
         assert not second.disabled
         return read_back(directory)
@@ -344,7 +344,7 @@ def test_a_step_of_a_thousand_tensors_takes_a_bounded_number_of_bytes(tmp_path):
             calibrated=np.ones(len(names), dtype=np.bool_),
         )
         run.log_step(dataclasses.replace(record, tensors=columns))
-    assert run.finish({"state": "succeeded"}, timeout=60)
+    assert run.finish({"state": "succeeded"}, timeout=120)
     assert not run.disabled
     files = [f for f in tmp_path.rglob("*") if f.is_file() and not f.is_symlink()]
     size = sum(f.stat().st_size for f in files)
@@ -364,7 +364,7 @@ class TestTroubleOfWandb:
                 run.log_step(record)
             run._thread.join(10)
             run.log_incident(incident_row(5))
-            assert run.finish(timeout=5)
+            assert run.finish(timeout=60)
         assert run.disabled
         assert [r.message for r in caplog.records] == [
             "W&B is off for job demo-000001: RuntimeError: disk full"
@@ -393,7 +393,7 @@ class TestTroubleOfWandb:
         run = WandbRun(WandbConfig(mode="online"), "demo-000003", tmp_path, SPEC)
         run.start()
         run.log_step(healthy_trace(1)[0])
-        assert run.finish(timeout=10)
+        assert run.finish(timeout=60)
         assert modes == ["online", "offline"]
         assert sum(metrics.LOSS in values for values in fake.logged) == 1
 
@@ -406,7 +406,7 @@ class TestTroubleOfWandb:
         if told:
             run.log_action({"kind": "pause", "attempt": 1, "timeline": 0, "step": 0,
                             "time": 1.0, "reason": "Again."})  # fmt: skip
-        assert run.finish({"state": "paused", "steps": 1, "steps_planned": 9}, timeout=20)
+        assert run.finish({"state": "paused", "steps": 1, "steps_planned": 9}, timeout=60)
         expected = ("demo-000001: pause at step 0", "ERROR") if told else (
             "demo-000001: paused", "WARN"
         )  # fmt: skip
@@ -423,7 +423,7 @@ class TestTroubleOfWandb:
         assert 980 <= run.dropped <= 990
         assert run.finish(timeout=0.2) is False
         gate.set()
-        assert run.finish(timeout=10)
+        assert run.finish(timeout=60)
 
     def test_disabled_by_configuration_nothing_is_written(self, tmp_path):
         run = WandbRun(WandbConfig(mode="disabled"), "demo-000004", tmp_path / "job", SPEC)

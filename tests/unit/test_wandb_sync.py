@@ -40,7 +40,7 @@ if attempt == 1:
     run.log_checkpoint(8, checkpoint(folder, 8))
     run.log_incident(incident_row(11))
     run.log_action(action_row(11, 8) | {"kind": "restart", "in_place": False})
-    assert run.finish({"state": "paused"}, timeout=60)
+    assert run.finish({"state": "paused"}, timeout=120)
 else:
     restart = action_row(11, 8) | {"kind": "restart", "in_place": False}
     run.start(steps, [incident_row(11)], [restart])
@@ -48,7 +48,7 @@ else:
     for record in again:
         run.log_step(record)
     run.log_checkpoint(20, checkpoint(folder, 20))
-    assert run.finish({"state": "succeeded", "steps": 20}, timeout=60)
+    assert run.finish({"state": "succeeded", "steps": 20}, timeout=120)
 assert not run.disabled and run.mode == mode
 """
 
