@@ -86,7 +86,8 @@ def check(server: WandbStandIn) -> None:
     ] * 2
     assert {one["runName"] for one in checkpoints} == {JOB}
     titles = [one["title"] for one in server.asked("NotifyScriptableRunAlert")]
-    assert titles == [f"{JOB}: loss spike at step 11", f"{JOB}: succeeded"]
+    told = ("loss spike at step 11", "paused", "succeeded")
+    assert titles == [f"{JOB}: {what}" for what in told]
     assert "restart to step 8" in server.runs[JOB]["notes"]
 
 
