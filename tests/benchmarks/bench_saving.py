@@ -34,9 +34,18 @@ import psutil
 from tests.benchmarks.peers.processes import SideError, interrupt_on_signals, run_to_end
 from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
 from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_most, measured, report
-from tests.benchmarks.saving.octavo import MEMORY, PARTNER, RANKS, RING, SEALED, keepers
+from tests.benchmarks.saving.octavo import RANKS, keepers
 from tests.benchmarks.saving.rank import Restored, Save, Task
-from tests.benchmarks.saving.savers import DISK, PEERS, why_no_datastates, why_not
+from tests.benchmarks.saving.savers import (
+    DISK,
+    MEMORY,
+    PARTNER,
+    PEERS,
+    RING,
+    SEALED,
+    why_no_datastates,
+    why_not,
+)
 from tests.benchmarks.saving.state import BLOCKS, nbytes_of
 from tests.benchmarks.sides import BIN, free_port
 
@@ -218,7 +227,7 @@ def rows_of(side: str, size: str, found: Sequence[Turn | Failed]) -> list[Result
             **counts,
         ),
         measured("save: until on disk", setting, disk, "s", note=note, **counts),
-        measured("save: states a second to disk", setting, rate, "MB/s", **counts),
+        measured("save: bandwidth to disk", setting, rate, "MB/s", **counts),
     ]
     for tier in (RING, SEALED, MEMORY, PARTNER):
         if tier in warm[0].reached:

@@ -31,7 +31,7 @@ def test_the_save_on_a_cold_start_is_told_apart() -> None:
     stall = rows["save: loop stands still"]
     assert (stall.median, stall.high, stall.n) == (0.2, 0.3, 2)
     assert "9" in stall.note
-    assert rows["save: states a second to disk"].median == 2.0
+    assert rows["save: bandwidth to disk"].median == 2.0
 
 
 def test_a_flipped_byte_that_is_loaded_is_told_from_one_that_is_refused() -> None:

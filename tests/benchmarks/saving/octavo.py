@@ -32,13 +32,12 @@ from launch.snapshots import SnapshotKey, StoredSnapshot
 from launch.state_block import load_into
 from launch.state_header import LAYOUT
 from parallel.layout import RankLayout
-from tests.benchmarks.saving.savers import DISK, SaveFailed
+from tests.benchmarks.saving.savers import DISK, MEMORY, PARTNER, RING, SEALED, SaveFailed
 from tests.benchmarks.saving.state import Training
 
 JOB, ATTEMPT, TIMELINE = "saving", 1, 0
 NAMESPACE = "octavo-saving"
 RANKS = 2
-RING, SEALED, MEMORY, PARTNER = "ring", "sealed", "memory", "partner"
 _KEEP = 1
 """States in the ring beside the one that is being filled: memory for 1 GB a rank is scarce."""
 _COMMIT_S = 300.0
@@ -82,6 +81,8 @@ class Octavo:
     """``savers.Saver``."""
 
     tiers: tuple[str, ...] = (SEALED, MEMORY, PARTNER, DISK)
+    kept_here: tuple[str, ...] = (RING,)
+    kept: tuple[str, ...] = (MEMORY, PARTNER, DISK)
 
     def __init__(self, training: Training, folder: Path, address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
@@ -149,7 +150,6 @@ class Octavo:
         return checkpoint_folder(self._folder, number)
 
     def damage(self, number: int, tier: str) -> None:
-        """Flip a byte of rank 0's copy in memory."""
         if tier == RING:
             assert self._slot is not None
             self._slot.block[self._slot.block.numel() // 2] ^= 1

@@ -27,7 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from launch.checkpoint_files import sync_folder
 from tests.benchmarks.saving.state import Training
 
-DISK = "disk"
+RING, SEALED, MEMORY, PARTNER, DISK = "ring", "sealed", "memory", "partner", "disk"
+"""Where a state may lie: in the rank, there with its digest, in its node's keeper, in another's,
+and durable, where that is promised. Peers know the last."""
 
 
 class SaveFailed(RuntimeError):
@@ -48,6 +50,11 @@ class Saver(Protocol):
         SaveFailed. Each of ``tiers`` in the end."""
 
     tiers: tuple[str, ...]
+    """That a save reaches."""
+    kept_here: tuple[str, ...]
+    """Where the rank itself may bring it back from."""
+    kept: tuple[str, ...]
+    """Where any later rank may."""
 
     def waited(self) -> float:
         """Seconds that steps since ``begin`` were held up by the save."""
@@ -58,6 +65,9 @@ class Saver(Protocol):
     def place(self, number: int) -> Path:
         """The folder of a save."""
 
+    def damage(self, number: int, tier: str) -> None:
+        """Flip a byte of rank 0's copy in memory."""
+
     def close(self) -> None:
         """End what runs beside."""
 
@@ -66,6 +76,8 @@ class Blocking:
     """A saver whose ``begin`` returns when all is done."""
 
     tiers: tuple[str, ...] = (DISK,)
+    kept_here: tuple[str, ...] = ()
+    kept: tuple[str, ...] = (DISK,)
 
     def __init__(self, training: Training, folder: Path) -> None:
         self._training, self._folder = training, folder
@@ -87,6 +99,9 @@ class Blocking:
 
     def place(self, number: int) -> Path:
         return self._folder / _name(number)
+
+    def damage(self, number: int, tier: str) -> None:
+        raise AssertionError("it keeps no copy in memory")
 
     def close(self) -> None:
         pass
