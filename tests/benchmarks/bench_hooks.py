@@ -98,8 +98,11 @@ def main() -> None:
                     steps=asked.turn_steps,
                     limit_s=LONGEST_S,
                 )
+                for side, turns in found.turns.items():
+                    step = statistics.median(turn.seconds for turn in turns)
+                    print(f"{shape}, {rate}, {side.name}: {step:.3f} s a step", flush=True)
                 for side, why in found.failed.items():
-                    print(f"{side.name}, {rate}: {why.why}", flush=True)
+                    print(f"{shape}, {rate}, {side.name}: {why.why}", flush=True)
                 rows += wire_rows(shape, rate, every, found, of_shape)
     seconds = time.monotonic() - began
     report("bench_hooks", rows, asked.out, seconds=seconds, left_out=left_out)
