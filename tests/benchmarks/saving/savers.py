@@ -8,7 +8,6 @@ after that.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shutil
 import time
@@ -265,11 +264,8 @@ def why_not(name: str) -> str | None:
     return "its writer is built with libaio's headers, which aren't here (Debian: libaio-dev)"
 
 
-def why_no_datastates() -> str:
-    """DeepSpeed's third engine."""
-    if importlib.util.find_spec("datastates") is not None:
-        return "it copies from a CUDA device alone"
-    return "datastates-llm is in no registry, and copies from a CUDA device alone"
+NO_DATASTATES = "datastates-llm is in no registry; its source is built with CUDA's compiler"
+"""Why DeepSpeed's third engine is left out."""
 
 
 def _name(number: int) -> str:
