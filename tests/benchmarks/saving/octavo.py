@@ -32,6 +32,7 @@ from launch.snapshots import SnapshotKey, StoredSnapshot
 from launch.state_block import load_into
 from launch.state_header import LAYOUT
 from parallel.layout import RankLayout
+from tests.benchmarks.peers.processes import SideError
 from tests.benchmarks.saving.savers import DISK, MEMORY, PARTNER, RING, SEALED, SaveFailed
 from tests.benchmarks.saving.state import Training
 
@@ -41,6 +42,8 @@ RANKS = 2
 _KEEP = 1
 """States in the ring beside the one that is being filled: memory for 1 GB a rank is scarce."""
 _COMMIT_S = 300.0
+_START_S = 300.0
+"""That Ray's processes may take to be there, on a machine that is busy."""
 _ANSWER_S = 60.0
 
 
@@ -57,7 +60,10 @@ class DamageableKeeper(Keeper):
 
 @contextlib.contextmanager
 def keepers(nbytes: int) -> Iterator[str]:
-    """A Ray with a keeper for each rank; its address. ``nbytes``: of a rank's state, about."""
+    """A Ray with a keeper for each rank; its address. ``nbytes``: of a rank's state, about.
+
+    Raises SideError.
+    """
     # A state of each rank on its way out, and one on its way back.
     store = 4 * nbytes + (512 << 20)
     ray.init(
@@ -71,7 +77,9 @@ def keepers(nbytes: int) -> Iterator[str]:
     try:
         actor = ray.remote(num_cpus=0)(DamageableKeeper)
         made = [actor.options(name=_name(rank)).remote(keep=2) for rank in range(RANKS)]
-        ray.get([keeper.ping.remote() for keeper in made], timeout=_ANSWER_S)
+        answers = [keeper.ping.remote() for keeper in made]
+        if ray.wait(answers, num_returns=RANKS, timeout=_START_S)[1]:
+            raise SideError(f"the keepers have not started within {_START_S:.0f} s", hung=True)
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
