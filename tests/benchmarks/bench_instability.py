@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -343,7 +344,9 @@ def _rows(
             name, shape, had, unit, side=side, failures=failures, hangs=hangs, note=note
         )
 
-    back = {s: v for s, v in told.items() if held[s].ended == "finished"}
+    back = {
+        s: v for s, v in told.items() if held[s].ended == "finished" and not _is_spoilt(held[s])
+    }
     note = called(held.values())
     name = f"{words}: steps to be back on the undisturbed curve"
     yield row(name, [v.steps for v in back.values()], "", note)
@@ -362,12 +365,15 @@ def called(runs: Iterable[Run]) -> str:
     spoilt = [run for run in all_runs if run.ended == "finished" and _is_spoilt(run)]
     if spoilt:
         return f"a person in {len(spoilt)} of {len(all_runs)}: trains on with a loss of NaN"
+    broken = [run for run in all_runs if run.ended in ("failed", "hung")]
+    if broken:
+        return f"{broken[0].ended}: {broken[0].why.splitlines()[0]}"
     answers = [", ".join(run.answers) for run in all_runs if run.answers]
     return f"no person; {answers[0]}" if answers else "no person"
 
 
 def _is_spoilt(run: Run) -> bool:
-    return not run.executed or run.executed[-1].loss != run.executed[-1].loss
+    return not run.executed or not math.isfinite(run.executed[-1].loss)
 
 
 def _beside(runs: Iterable[Run]) -> dict[str, Any]:

@@ -137,7 +137,9 @@ def test_runs_that_did_not_come_back_are_failures_and_say_whom_they_need() -> No
     assert "a loss of NaN" in back["zclip"].note and "a reason" in back["torchrun"].note
     final = {row.side: row for row in rows if "final loss" in row.name}
     assert final["octavo"].median == 0.0 and final["zclip"].failures == 1
-    assert called([runs["octavo", "surge", 0]]) == "no person"
+    assert [row.n for row in rows if "done again" in row.name] == [1, 0, 0]
+    hung = Run((), "hung", "not over in time; it ends:\na line")
+    assert called([runs["octavo", "surge", 0], hung]) == "hung: not over in time; it ends:"
 
 
 def test_a_run_is_read_back_as_it_was_kept() -> None:
