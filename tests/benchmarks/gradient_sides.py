@@ -64,7 +64,13 @@ SHAPES = {
     "wide": Shape(
         "4 layers of 512, 11 M parameters, 4 sequences a step",
         4,
-        (("hidden_size", 512), ("num_layers", 4), ("num_heads", 8), ("num_kv_heads", 2)),
+        (
+            ("hidden_size", 512),
+            ("ffn_size", 1376),
+            ("num_layers", 4),
+            ("num_heads", 8),
+            ("num_kv_heads", 2),
+        ),
     ),
 }
 FP8 = Side("octavo", "fp8")

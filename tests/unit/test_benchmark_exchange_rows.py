@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from parallel.layer_costs import ffn_size
 from tests.benchmarks import gradient_turns
 from tests.benchmarks.bench_curves import EXCHANGES
 from tests.benchmarks.bench_curves import rows_of as curve_rows
@@ -97,6 +98,17 @@ def test_the_fastest_peer_is_one_at_equal_loss():
 @pytest.mark.parametrize(("steps", "begins"), [(1000, 100), (240, 24), (100, 20), (8, 4)])
 def test_power_sgd_begins_after_the_warm_up_and_always_runs(steps: int, begins: int):
     assert starts_of(steps, warm_up=20) == begins < steps
+
+
+@pytest.mark.parametrize(("shape", "millions"), [("demo", 1.2), ("wide", 11.0)])
+def test_a_shape_has_as_many_parameters_as_it_says(shape: str, millions: float):
+    model = run_of(SHAPES[shape], FP8, 0, 50).model
+    heads = model.num_kv_heads or model.num_heads
+    attention = model.hidden_size * (2 + 2 * heads / model.num_heads)
+    layer = model.hidden_size * (attention + 3 * ffn_size(model))
+    numel = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size
+    assert f"{millions:g} M parameters" in SHAPES[shape].told
+    assert numel / 1e6 == pytest.approx(millions, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
