@@ -127,6 +127,11 @@ def open_attempt(job_dir: Path | str, attempt: int) -> None:
     sync_folder(root.parent)
 
 
+def attempt_is_open(job_dir: Path | str, attempt: int) -> bool:
+    """Whether what ``open_attempt`` made is there."""
+    return _own(_checkpoints(Path(job_dir)), attempt).exists()
+
+
 def write_rank_file(job_dir: Path, key: SnapshotKey, payload: Payload, digest: str) -> Path:
     """Write one rank's file of a checkpoint, durable and read back on return.
 

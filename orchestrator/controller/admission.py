@@ -23,6 +23,10 @@ Turn = Callable[[JobRow, Seen, Act], bool | None]
 """Lets a job take its turn: whether it moved; None: its turn failed."""
 
 
+LOOK_S = 60.0
+"""Seconds between two looks at a queue for which nothing has changed."""
+
+
 class Admission:
     """Of one controller. ``fixed``: no node will ever be added."""
 
@@ -51,7 +55,8 @@ class Admission:
         now, holding = seen.now, seen.holding
         # One look for all of them: a queue may be long.
         sight = self._desk.sight(now)
-        depends = (seen.version, sight.told(), seen.asked, self._desk.short)
+        # Some waits end by themselves, as that for a job which couldn't be preempted.
+        depends = (seen.version, sight.told(), seen.asked, self._desk.short, now // LOOK_S)
         if queued and depends == self._admitted:
             return False
         self._admitted = None

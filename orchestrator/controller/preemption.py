@@ -1,6 +1,7 @@
 """Room for a job of higher priority: which jobs are asked to go back into the queue, and how.
 
-Promises: a job is asked once an attempt for the same job; what it is asked is durable, as anything
+Promises: a job is asked once an attempt for the same job, and not soon again after it could not
+save what it has trained; what it is asked is durable, as anything
 that a person asks; its supervisor writes a checkpoint first, and goes on where that can't be had.
 """
 
@@ -13,12 +14,13 @@ from orchestrator.lifecycle import JobState
 from orchestrator.nodes.desk import NodeDesk, Sight
 from orchestrator.placement.fair_queue import victims
 from orchestrator.recovery.controls import Control, in_vain
-from orchestrator.store.controls import UnknownControlError
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
 THE_QUEUE = "the queue"
 """Who asks, in the records."""
+REFUSED_REST_S = 600.0
+"""Seconds that a job which couldn't be saved is left in peace."""
 GROW_AFTER_S = 60.0
 """Seconds that an attempt on fewer nodes than the job wants is left in peace."""
 
@@ -55,7 +57,11 @@ class Preemption:
             for other in spared:
                 self._desk.give_up_spares(other, row.id, sight.now)
             return f"takes the spares of {', '.join(r.id for r in spared)}"
-        staying = [r.ticket for r in holding if r.id not in going and not self._refused(row, r)]
+        staying = [
+            r.ticket
+            for r in holding
+            if r.id not in going and not self._refused(_prefix(row), r, sight.now)
+        ]
         chosen = victims(row.ticket, staying, fits_without)
         for ticket in chosen:
             self._ask(row, rows[ticket.job], sight.now)
@@ -76,22 +82,30 @@ class Preemption:
         if now - began < GROW_AFTER_S or not (nodes := self._desk.could_grow(row, now)):
             return
         reason = f"{nodes} of the {row.spec.num_nodes} nodes that it wants are there"
-        if not in_vain(row.id, row.state, "preempt"):
+        if not in_vain(row.id, row.state, "preempt") and not self._refused("grow-", row, now):
             key = f"grow-{row.attempt}"
             self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
     def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
         reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"
-        control = Control(_key(row, victim), "preempt", THE_QUEUE, now, reason)
+        key = f"{_prefix(row)}{victim.attempt}"
+        control = Control(key, "preempt", THE_QUEUE, now, reason)
         if not in_vain(victim.id, victim.state, "preempt"):
             self._store.controls.ask(victim.id, control)
 
-    def _refused(self, row: JobRow, victim: JobRow) -> bool:
-        """Whether it could not go when this job asked for it."""
-        try:
-            return self._store.controls.one(victim.id, _key(row, victim)).state == "refused"
-        except UnknownControlError:
-            return False
+    def _refused(self, prefix: str, victim: JobRow, now: float) -> bool:
+        """Whether it could not go when it was last asked by controls named so: in this attempt, or
+        a short while ago. A refusal begins another attempt: asked in each, it would never train.
+        """
+        mine = [r for r in self._store.controls.of(victim.id) if r.control.key.startswith(prefix)]
+        return (
+            bool(mine)
+            and mine[-1].state == "refused"
+            and (
+                mine[-1].control.key == f"{prefix}{victim.attempt}"
+                or now - (mine[-1].answered_at or 0.0) < REFUSED_REST_S
+            )
+        )
 
 
 def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]]) -> bool:
@@ -105,6 +119,6 @@ def _spares(row: JobRow) -> bool:
     return row.state.holds_nodes and any(seat.spare for seat in row.nodes)
 
 
-def _key(row: JobRow, victim: JobRow) -> str:
-    waiting = hashlib.sha256(row.id.encode()).hexdigest()[:16]
-    return f"preempt-{waiting}-{victim.attempt}"
+def _prefix(row: JobRow) -> str:
+    """How the keys begin by which a waiting job asks; the asked one's attempt follows."""
+    return f"preempt-{hashlib.sha256(row.id.encode()).hexdigest()[:16]}-"

@@ -9,8 +9,12 @@ that step, or a later one, already; a job's nodes wait for it for a bounded time
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +36,11 @@ from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closi
 from orchestrator.saved.restore import candidates, points_in_memory
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
+
+STORAGE_S = 300.0
+"""Seconds that nodes are held for a storage that fails."""
+AGAIN_S = 10.0
+"""Seconds between two tries."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +83,11 @@ class Rescue:
         try:
             last = self._store.attempts.resume_state(job)
             told = self._rescue(last, held)
+            deadline = time.monotonic() + STORAGE_S
+            while told and _storage_fails(told, last.job_dir) and time.monotonic() < deadline:
+                # What ends ranks is often the storage, which comes back.
+                time.sleep(min(AGAIN_S, STORAGE_S))
+                told = self._rescue(last, self._groups.copies(job))
             for event in told:
                 self._store.note(job, event)
             if told:
@@ -124,7 +138,7 @@ class Rescue:
             return str(error)
         failed = self._groups.write_copies(order)
         if failed:
-            return "; ".join(f"rank {rank}: {why}" for rank, why in sorted(failed.items()))
+            return _by_rank(failed)
         whole = SnapshotReport(order.attempt, order.timeline, 0, step, "disk", 0, "")
         return shelf.commit(whole)
 
@@ -171,6 +185,34 @@ def holders(
         seats.setdefault(seat, []).append(key)
         load[seat] += held[seat].nbytes[key]
     return seats, max(load.values(), default=0)
+
+
+def _storage_fails(told: Sequence[EventDraft], job_dir: str) -> bool:
+    """Whether nothing was written, for a reason that may pass."""
+    if told[-1].kind == "checkpoint_written":
+        return False
+    if os.strerror(errno.ENOSPC) in told[-1].message:
+        return True
+    folder = Path(job_dir) / "checkpoints"
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"octavo")
+    except OSError:
+        return True
+    return False
+
+
+def _by_rank(failed: Mapping[int, str]) -> str:
+    """What went wrong, each with the ranks that it befell: often the same for all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, why in sorted(failed.items()):
+        ranks.setdefault(why, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(mine) > 1)} {', '.join(map(str, mine[:4]))}"
+        f"{f' and {len(mine) - 4} more' if len(mine) > 4 else ''}: {why}"
+        for why, mine in ranks.items()
+    )
 
 
 def _told(step: int, why: str, now: float) -> EventDraft:

@@ -7,6 +7,7 @@ and the jobs on the node are told.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -62,7 +63,7 @@ class NodeRoll:
         views = []
         for node in nodes:
             mine = [q for q in entries if q.concerns(node)]
-            views.append(_view(node, True, held, mine[-1] if mine else None))
+            views.append(_view(node, True, held, max(mine, key=_lasts, default=None)))
         for entry in entries:
             if not any(entry.concerns(node) for node in nodes):
                 gone = NodeCapacity(entry.node_id, {}, {}, entry.address)
@@ -114,6 +115,11 @@ class NodeRoll:
         if several:
             raise NodeNotFoundError(f"{word!r} could be {', '.join(several)}: name it by its id")
         raise NodeNotFoundError(f"there is no node {word!r}; there are {listed or 'none'}")
+
+
+def _lasts(entry: Quarantine) -> float:
+    """Until when; of several that one is told."""
+    return math.inf if entry.until is None else entry.until
 
 
 def _view(

@@ -89,7 +89,10 @@ def barring(
             mine = entry.kind != "unfit" or entry.job == job
             if mine and entry.active(now) and entry.concerns(node):
                 unusable = entry.kind in ("unfit", "preflight")
-                found[node.node_id] = Barred(entry.reason, may_stay=not unusable)
+                before = found.get(node.node_id)
+                if before is None or before.may_stay:
+                    # What makes it unusable counts, whatever else is held against it.
+                    found[node.node_id] = Barred(entry.reason, may_stay=not unusable)
     return found
 
 

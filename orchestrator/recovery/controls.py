@@ -289,10 +289,20 @@ def _been(state: JobState) -> str:
     return "was cancelled" if state is JobState.CANCELLED else f"has {state.word}"
 
 
-def left_unanswered(control: Control, state: JobState, step: int, reason: str) -> ControlAnswer:
-    """The answer to a control that was under way when its job came to rest in ``state``."""
+def left_unanswered(
+    control: Control, state: JobState, step: int, reason: str, decided: Action | None = None
+) -> ControlAnswer:
+    """The answer to a control that was under way when its job came to rest in ``state``;
+    ``decided``: the action that is stored of it, which the job goes on with if it goes on."""
     if control.kind == "preempt" or (control.kind == "pause" and state is JobState.PAUSED):
         return ControlAnswer(control.key, "applied", reason or "Paused.", step + 1)
+    measured = decided is not None and decided.kind != "exchange_auto"
+    if decided is not None and measured and state is not JobState.SUCCEEDED:
+        back = decided.to_step
+        told = "It is in force where the job goes on."
+        if back is not None:
+            told = f"The job goes on from step {back} or before."
+        return ControlAnswer(control.key, "applied", told, step + 1 if back is None else back)
     been = "is paused" if state is JobState.PAUSED else _been(state)
     if state is JobState.QUEUED:
         been = "went back into the queue"

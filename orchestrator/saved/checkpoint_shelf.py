@@ -17,6 +17,7 @@ from launch.checkpoints import (
     AttemptOverError,
     Checkpoint,
     IncompleteCheckpointError,
+    attempt_is_open,
     bury,
     commit_checkpoint,
     discard_step,
@@ -163,7 +164,8 @@ class CheckpointShelf:
         return bool(problems)
 
     def _try_to_open(self) -> None:
-        if self._open:
+        # A storage that was away may have come back without what was opened in its place.
+        if self._open and attempt_is_open(self._job_dir, self._attempt):
             return
         try:
             open_attempt(self._job_dir, self._attempt)

@@ -15,9 +15,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, RowMapping
 
+from orchestrator.actions import Action
 from orchestrator.lifecycle import JobState
 from orchestrator.recovery.controls import Control, ControlAnswer, ControlState, left_unanswered
-from orchestrator.store.tables import controls
+from orchestrator.store.tables import actions, controls
 
 
 class ControlConflictError(ValueError):
@@ -126,12 +127,21 @@ def answer_the_rest(
     db: Connection, job: str, state: JobState, step: int, reason: str, time: float
 ) -> list[tuple[Control, ControlAnswer]]:
     """The job came to rest in ``state``: answer what is still open, and say so."""
+    left = [row.control for row in open_controls(db, job)]
+    decided = _decided(db, job) if left else {}
     pairs = [
-        (row.control, left_unanswered(row.control, state, step, reason))
-        for row in open_controls(db, job)
+        (control, left_unanswered(control, state, step, reason, decided.get(control.key)))
+        for control in left
     ]
     answer_controls(db, job, [answer for _, answer in pairs], time)
     return pairs
+
+
+def _decided(db: Connection, job: str) -> dict[str, Action]:
+    """What was decided on controls, by their keys."""
+    query = sa.select(actions.c.body).where(actions.c.job == job)
+    found = [Action.from_json(json.loads(body)) for body in db.execute(query).scalars()]
+    return {action.asked.key: action for action in found if action.asked is not None}
 
 
 def _control_row(row: RowMapping) -> ControlRow:

@@ -26,7 +26,7 @@ from orchestrator.store.rows import add_event, stored_job
 from orchestrator.store.tables import accusations, quarantines
 
 REMEMBERED = 1000
-"""Newest quarantines that are read."""
+"""Newest quarantines that are read, beside those that nobody has released."""
 
 
 class NodeRecords:
@@ -131,10 +131,13 @@ def _spell(seconds: float) -> str:
 
 
 def _quarantines(db: Connection) -> list[Quarantine]:
-    newest = sa.select(quarantines).order_by(quarantines.c.id.desc()).limit(REMEMBERED)
+    newest = sa.select(quarantines.c.id).order_by(quarantines.c.id.desc()).limit(REMEMBERED)
+    # One that lasts until it is released does so however many came after it.
+    lasting = quarantines.c.until.is_(None) & quarantines.c.released_at.is_(None)
+    query = sa.select(quarantines).where(quarantines.c.id.in_(newest) | lasting)
     names = [field.name for field in fields(Quarantine)]
-    rows = [Quarantine(**{k: row[k] for k in names}) for row in db.execute(newest).mappings()]
-    return rows[::-1]
+    rows = db.execute(query.order_by(quarantines.c.id)).mappings()
+    return [Quarantine(**{k: row[k] for k in names}) for row in rows]
 
 
 def _accusation(row: sa.RowMapping) -> Accusation:

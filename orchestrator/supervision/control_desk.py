@@ -26,7 +26,7 @@ class ControlDesk:
         self._decided = {a.asked.key: a for a in actions if a.asked is not None}
         self._posted: list[tuple[int, Control]] = []
         self._restarting: list[Control] = []
-        self._measuring: Control | None = None
+        self._measuring: list[Control] = []
 
     def offer(self, controls: Sequence[Control]) -> bool:
         """Take in what is new, from any thread; whether anything was."""
@@ -62,17 +62,17 @@ class ControlDesk:
 
     def measure(self, control: Control) -> None:
         """The ranks were told to measure; it is done when they tell what they found."""
-        self._measuring = control
+        self._measuring.append(control)
 
-    def measured(self) -> Control | None:
-        """They told; what had asked for it."""
-        control, self._measuring = self._measuring, None
-        return control
+    def measured(self) -> list[Control]:
+        """They told; all that had asked for it."""
+        controls, self._measuring = self._measuring, []
+        return controls
 
     @property
     def measures(self) -> bool:
         """Whether the ranks were told to measure."""
-        return self._measuring is not None
+        return bool(self._measuring)
 
     def restart(self, control: Control | None = None) -> None:
         """The attempt is over. The next one starts with all that was decided; ``control``
@@ -81,11 +81,10 @@ class ControlDesk:
         if control is not None:
             self._restarting.append(control)
         self._posted = []
-        if self._measuring is not None:
-            # Nobody knows what was found: asked anew in the next attempt.
-            with self._arriving:
-                self._waiting.appendleft(self._measuring)
-            self._measuring = None
+        # Nobody knows what was found: asked anew in the next attempt.
+        with self._arriving:
+            self._waiting.extendleft(reversed(self._measuring))
+        self._measuring = []
 
     def restarted(self) -> list[Control]:
         """The next attempt has begun to train: what is in force with that."""

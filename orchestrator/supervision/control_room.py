@@ -98,7 +98,7 @@ class ControlRoom:
 
     def measured(self, report: ExchangeReport, found: str, now: float) -> None:
         """What was found is stored and in force."""
-        if (control := self._desk.measured()) is not None:
+        for control in self._desk.measured():
             self.answer(control, "applied", found, report.step, now)
 
     def over(self) -> None:

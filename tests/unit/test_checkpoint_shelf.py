@@ -95,6 +95,20 @@ def test_a_disk_that_could_not_be_taken_over_is_tried_again(tmp_path: Path) -> N
     assert shelf.commit(report) == ""
 
 
+def test_a_storage_that_comes_back_without_the_attempts_folder_is_written_again(
+    tmp_path: Path,
+) -> None:
+    shelf = shelf_of(tmp_path)
+    (tmp_path / "checkpoints").rename(tmp_path / "what-was-there-while-it-was-away")
+    with pytest.raises(FileNotFoundError):
+        written(tmp_path, 0, 10)
+    for rank in range(2):
+        shelf.lose(failed(rank, 10))
+    reports = [written(tmp_path, rank, 20) for rank in range(2)]
+    assert [shelf.add(report) for report in reports] == [False, True]
+    assert shelf.commit(reports[1]) == "" and [p.step for p in shelf.points()] == [20]
+
+
 def test_who_comes_late_is_fenced(tmp_path: Path) -> None:
     late = shelf_of(tmp_path, attempt=1)
     late.add(written(tmp_path, 0, 10))

@@ -326,6 +326,17 @@ class TestThroughTheSupervisor:
         assert job.ranks.precision[SCRIPTED_LAYERS[0]] == "bf16"
         assert job.ranks.exchange == "bf16"
 
+    def test_two_who_ask_to_measure_at_once_are_both_answered(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.supervision.ask([control("exchange", to="auto"), control("exchange", "k2", to="auto")])
+        job.train(3)
+        job.settled()
+        assert {key: state for key, (state, _, _) in answers(job).items()} == {
+            "k1": "applied",
+            "k2": "applied",
+        }
+
     def test_auto_is_answered_with_what_was_measured(self, bench: Make) -> None:
         job = bench()
         job.train(8)

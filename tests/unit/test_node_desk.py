@@ -14,6 +14,7 @@ from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.cli.main import call
 from orchestrator.controller.intake import SubmitConflictError
+from orchestrator.controller.preemption import REFUSED_REST_S
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.controller.tending import NoNodesError
 from orchestrator.events import EventDraft
@@ -335,6 +336,13 @@ class TestPreemption:
         plane.steps(3)
         assert len(plane.store.controls.of(low)) == 1
         assert plane.state(low) == "running"
+        # Its refusal began another attempt; asked again in each, it would never train.
+        plane.controller.next_attempt(low, 1, "training goes on")
+        plane.steps(3)
+        assert len(plane.store.controls.of(low)) == 1
+        plane.now += REFUSED_REST_S
+        plane.steps(2)
+        assert len(plane.store.controls.of(low)) == 2
 
     @pytest.mark.parametrize(
         ("low", "high"),

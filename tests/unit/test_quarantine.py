@@ -183,6 +183,9 @@ def test_what_only_one_job_cannot_use_is_left_to_others_and_failed_checks_allow_
     assert not barring(unfit, NODES, "job", 50.0)["n1"].may_stay
     assert not barring([quarantine("preflight")], NODES, "other", 50.0)["n1"].may_stay
     assert barring([quarantine("ranks_lost")], NODES, "other", 50.0)["n1"].may_stay
+    both = [quarantine("preflight"), quarantine("by_hand")]
+    for order in (both, both[::-1]):
+        assert not barring(order, NODES, "other", 50.0)["n1"].may_stay
 
 
 def test_an_address_that_nodes_share_is_no_machines() -> None:

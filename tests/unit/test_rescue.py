@@ -207,14 +207,37 @@ def test_where_the_newest_copy_is_damaged_the_one_before_it_is_kept(
 
 
 def test_a_disk_that_fails_is_told_and_the_nodes_go_back_all_the_same(
-    plane: ControlPlane,
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("orchestrator.nodes.rescue.STORAGE_S", 0.0)
     job = RestingJob(plane)
     job.hold(15)
     (job.folder / "checkpoints").write_text("a file")
     job.end()
     (told,) = plane.told(job.id, "checkpoint_failed")
     assert "step 15" in told and job.id not in plane.groups.held
+
+
+def test_a_storage_that_comes_back_meanwhile_is_waited_for(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+    job = RestingJob(plane)
+    job.hold(15)
+    away = job.folder / "checkpoints"
+    away.write_text("no folder is here")
+    copies = plane.groups.copies
+    looks = []
+
+    def back_at_the_third(of: str) -> Any:
+        looks.append(of)
+        if len(looks) == 3:
+            away.unlink()
+        return copies(of)
+
+    plane.groups.copies = back_at_the_third  # type: ignore[method-assign]
+    job.end()
+    assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_failed")
 
 
 def test_a_controller_that_is_killed_meanwhile_leaves_it_to_the_next_one(
