@@ -177,6 +177,7 @@ class Controller:
 
     def step(self, now: float) -> bool:
         """One pass: each job that isn't at rest takes one transition at most. Whether any did."""
+        self._reconcile(now)
         rows, version = self.store.tended.all()
         asked = self.store.controls.open()
         seen = Seen(now, [row for row in rows if row.nodes], asked, version)
@@ -193,6 +194,12 @@ class Controller:
         if moved:
             self.changes.notify()
         return moved
+
+    def _reconcile(self, now: float) -> None:
+        try:
+            self.desk.reconcile(now)
+        except Exception:
+            logger.exception("what is held of the nodes could not be compared with the records")
 
     def _turn(self, row: JobRow, seen: Seen, act: Act) -> bool | None:
         """Whether the job moved; None: its turn failed, which is told when it is news."""

@@ -9,13 +9,14 @@ back; a node that Ray didn't grant is passed over for a while; what is refused s
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from orchestrator.events import EventDraft
-from orchestrator.lifecycle import JobState, TransitionRefused
+from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
 from orchestrator.nodes.notices import keeper_told, moves, resized, spare_told
@@ -44,7 +45,7 @@ from orchestrator.placement.quarantine import (
 from orchestrator.placement.regroup import counts_of, mend_some, place_some
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.database import Store
-from orchestrator.store.rows import JobRow
+from orchestrator.store.rows import JobRow, UnknownJobError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ UNWILLING_S = 30.0
 """Seconds for which a node that Ray didn't grant is passed over."""
 KEEPERS_EVERY_S = 5.0
 """Seconds between two looks at the keepers of a job that trains."""
+RECONCILE_EVERY_S = 60.0
+"""Seconds between two comparisons of what is held with the records."""
 FILL_EVERY_S = 2.0
 """Seconds between two looks for spares."""
 GIVEN_UP_S = 10.0
@@ -119,6 +122,7 @@ class NodeDesk:
         self._filled: dict[str, float] = {}
         self._grown: dict[str, float] = {}
         self._kept: dict[str, float] = {}
+        self._reconciled = -math.inf
         self._wished: list[dict[str, float]] | None = None
         self._short: dict[str, int] = {}
         """How many nodes jobs wait for in place of lost ones."""
@@ -178,10 +182,35 @@ class NodeDesk:
                 return f"needs {need}; Ray didn't grant {_told_nodes(refused)} yet"
             try:
                 self._store.grant(row.id, group_name(row.id), seats, now)
-            except TransitionRefused:
+            except BaseException:
                 self._groups.give_back(row.id, seats)
                 raise
         return ""
+
+    def reconcile(self, now: float) -> None:
+        """Give back seats that no record knows: a controller may have died between what it was
+        granted and its record. At its start, and now and then, for a give-back may have died too.
+
+        Of a job that recovers those stay whose keepers hold something: it may start from that.
+        """
+        if now - self._reconciled < RECONCILE_EVERY_S:
+            return
+        self._reconciled = now
+        with self._placing:
+            for job, numbers in self._groups.seats_held().items():
+                try:
+                    row = self._store.job(job)
+                except UnknownJobError:
+                    continue  # of another store: nothing is known of it
+                known = {seat.bundle for seat in (*row.nodes, *self._left.get(job, ()))}
+                surplus = numbers - known
+                if surplus and row.nodes and row.state is not JobState.RUNNING:
+                    copies = self._groups.copies(job)
+                    surplus = {n for n in surplus if n in copies and not copies[n].nbytes}
+                if surplus:
+                    logger.warning("seats %s of %s are in no record: given back", surplus, job)
+                    gone = [NodeSlot("", "", number, 0) for number in sorted(surplus)]
+                    self._groups.give_back(job, gone)
 
     # -- jobs that hold nodes
 
@@ -245,7 +274,11 @@ class NodeDesk:
             self._short.pop(row.id, None)
             if plan.nodes != row.nodes:
                 told = [*moves(plan, lost, barred, now), *resized(row, plan, now)]
-                self._store.replace_nodes(row.id, plan.nodes, *told)
+                try:
+                    self._store.replace_nodes(row.id, plan.nodes, *told)
+                except BaseException:
+                    self._groups.give_back(row.id, plan.taken)
+                    raise
                 gone = [seat for seat in plan.dropped if seat.bundle in lost]
                 self._groups.give_back(row.id, gone)
                 left = [seat for seat in plan.dropped if seat not in gone]
@@ -313,7 +346,11 @@ class NodeDesk:
             if not found and not bad:
                 return None
             told = [spare_told(seat, now) for seat in found]
-            self._store.replace_nodes(row.id, (*kept, *found), *told)
+            try:
+                self._store.replace_nodes(row.id, (*kept, *found), *told)
+            except BaseException:
+                self._groups.give_back(row.id, found)
+                raise
             self._groups.give_back(row.id, bad)
         return tuple(seat for seat in (*kept, *found) if seat.spare)
 

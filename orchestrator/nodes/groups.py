@@ -78,6 +78,9 @@ class NodeGroups(Protocol):
     def release(self, job: str) -> None:
         """Give back all that the job holds, whether a record knows it or not."""
 
+    def seats_held(self) -> dict[str, set[int]]:
+        """Numbers of the seats that are held, by job, whether a record knows them or not."""
+
     def copies(self, job: str) -> dict[int, Inventory]:
         """What the keeper of each seat holds, whether a record knows the seat or not; those that
         don't answer are left out."""
@@ -222,6 +225,17 @@ class RayNodeGroups:
             group = _placement_group(_seat_name(job, seat.bundle))
             if group is not None:
                 remove_placement_group(group)
+
+    def seats_held(self) -> dict[str, set[int]]:
+        from ray.util import placement_group_table
+
+        found: dict[str, set[int]] = {}
+        for entry in placement_group_table().values():
+            job, seat, number = entry["name"].removeprefix(group_name("")).rpartition("-seat-")
+            ours = seat and entry["name"].startswith(group_name("")) and number.isdigit()
+            if ours and entry["state"] != "REMOVED":
+                found.setdefault(job, set()).add(int(number))
+        return found
 
     def release(self, job: str) -> None:
         self.give_back(job, [NodeSlot("", "", number, 0) for number in _seat_numbers(job)])

@@ -102,6 +102,9 @@ class FakeGroups:
         self.held.pop(job, None)
         self.keepers.pop(job, None)
 
+    def seats_held(self) -> dict[str, set[int]]:
+        return {job: set(seats) for job, seats in self.held.items() if seats}
+
     def copies(self, job: str) -> dict[int, Inventory]:
         keepers = self.keepers.get(job, {})
         return {seat: keeper.inventory(job) for seat, keeper in keepers.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from launch.keeper import Keeper
 from launch.preflight import Failure, Verdict
 from monitoring.records import Incident
 from orchestrator.actions import Action
@@ -20,12 +21,13 @@ from orchestrator.controller.tending import NoNodesError
 from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.nodes.desk import FILL_EVERY_S, UNWILLING_S
+from orchestrator.nodes.desk import FILL_EVERY_S, RECONCILE_EVERY_S, UNWILLING_S
 from orchestrator.nodes.roll import NodeNotFoundError
 from orchestrator.placement.placement import told_node
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.store.database import Store
+from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.preflight_gate import told as preflight_told
 from tests.unit.control_plane import ControlPlane
 
@@ -296,6 +298,90 @@ def test_users_take_turns(tmp_path: Path) -> None:
         plane.supervisors.done.add(job)
         plane.steps(2)
     assert [r.job for r in plane.supervisors.started] == [jobs[0], jobs[3], jobs[1], jobs[2]]
+
+
+class Killed(BaseException):
+    """Whoever runs this dies here."""
+
+
+class TestWhatNoRecordKnows:
+    """Nodes that were granted before their record was written are in nobody's way for long."""
+
+    def killed_in(self, plane: ControlPlane, method: str, error: BaseException) -> None:
+        whole = getattr(plane.store, method)
+
+        def dies(*_: Any, **__: Any) -> None:
+            setattr(plane.store, method, whole)
+            raise error
+
+        setattr(plane.store, method, dies)
+
+    def dies_without_a_word(
+        self, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, passes: int
+    ) -> None:
+        """Killed with -9: nothing of it runs any more."""
+        with monkeypatch.context() as gone:
+            gone.setattr(plane.groups, "give_back", lambda job, seats: None)
+            with pytest.raises(Killed):
+                plane.steps(passes)
+        plane.controller = plane.new_controller()
+
+    def test_a_controller_that_is_killed_before_it_stored_a_grant_leaks_no_node(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        job = plane.submit("mine")
+        self.killed_in(plane, "grant", Killed())
+        self.dies_without_a_word(plane, monkeypatch, 2)
+        assert plane.groups.held[job] and plane.state(job) == "queued"
+        plane.steps(3)
+        assert plane.state(job) == "starting"
+
+    def test_nor_one_whose_job_is_cancelled_meanwhile(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        job = plane.submit("mine")
+        self.killed_in(plane, "grant", Killed())
+        self.dies_without_a_word(plane, monkeypatch, 2)
+        plane.controller.cancel(job, "no more")
+        other = plane.submit("other")
+        plane.steps(3)
+        assert plane.state(other) == "starting"
+
+    def test_a_store_that_refuses_the_record_gives_the_nodes_back_at_once(
+        self, tmp_path: Path
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        job = plane.submit("mine")
+        self.killed_in(plane, "grant", StoreUnavailableError("locked"))
+        plane.steps(1)
+        assert not plane.groups.held.get(job)
+        plane.steps(2)
+        assert plane.state(job) == "starting"
+
+    def test_a_seat_that_was_to_replace_a_lost_one_is_taken_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        job = running(plane, "mine")
+        plane.groups.dead.add("node0")
+        plane.supervisors.done.add(job)
+        plane.groups.keepers[job] = {1: Keeper()}
+        self.killed_in(plane, "replace_nodes", Killed())
+        self.dies_without_a_word(plane, monkeypatch, 4)
+        assert {s.node_id for s in plane.groups.held[job].values()} == {"node0", "node1"}
+        plane.steps(4)
+        assert where(plane, job) == ["node1"]
+
+    def test_what_a_record_knows_stays(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        jobs = [running(plane, "low", resources={"spares": 1})]
+        before = {job: dict(seats) for job, seats in plane.groups.held.items()}
+        plane.controller = plane.new_controller()
+        plane.now += 10 * RECONCILE_EVERY_S
+        plane.steps(3)
+        assert plane.groups.held == before and plane.state(jobs[0]) == "running"
 
 
 class TestPreemption:
