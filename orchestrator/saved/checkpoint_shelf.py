@@ -73,6 +73,11 @@ class CheckpointShelf:
         self.forget()
         self._try_to_open()
 
+    def take_over(self, attempt: int) -> None:
+        """``begin``, unless that is done."""
+        if self._attempt != attempt:
+            self.begin(attempt)
+
     def resize(self, world_size: int, run: Mapping[str, Any]) -> None:
         """The ranks of the next attempt are more or fewer."""
         self._world_size, self._run = world_size, dict(run)

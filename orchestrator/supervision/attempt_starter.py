@@ -100,10 +100,12 @@ class AttemptStarter:
 
     def launch(self, now: float) -> Incident | None:
         """Give the ranks out once all workers are there; the incident of a node that is gone."""
-        job = self._job
+        job, attempt = self._job, self._job.attempt
+        # Before the nodes are looked at: what attempts before left behind may be what fills the
+        # disk, and nothing else would ever give that space back.
+        job.shelf.take_over(attempt.facts.attempt)
         if not job.group.ready() or not self._nodes_pass(now):
             return None
-        attempt = job.attempt
         try:
             master = job.group.master()
         except NodeSilentError as error:

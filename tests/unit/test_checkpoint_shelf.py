@@ -12,6 +12,7 @@ from launch.commands import CopyFailed, SnapshotReport
 from launch.snapshots import SnapshotKey, digest_of
 from orchestrator.protocol import FencedError
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from tests.unit.scripted_job import WORLD, Make
 
 STATE = b"state" * 1000
 
@@ -159,3 +160,20 @@ def test_what_is_no_checkpoint_any_more_is_left_out_and_told_once(tmp_path: Path
     assert folder == first and "manifest.json" in why
     shelf.points()
     assert shelf.left_out() == [], "what was told is no news"
+
+
+def test_what_attempts_before_left_is_given_back_before_the_nodes_are_looked_at(
+    bench: Make,
+) -> None:
+    job = bench()
+    folder = job.controller.job_dir
+    job.train(12)
+    for rank in range(WORLD - 1):
+        written(folder, rank, 15)
+    assert states_on_disk(folder) == WORLD - 1
+    job.ranks.importing = True
+    job.ranks.lose(1)
+    for _ in range(3):
+        job.step()
+    assert job.controller.attempt == 2 and len(job.ranks.attempts) == 1, "its workers start"
+    assert states_on_disk(folder) == 0
