@@ -14,8 +14,8 @@ from sqlalchemy.engine import Connection, RowMapping
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, next_state
-from orchestrator.recovery.controls import answered
-from orchestrator.store.controls import answer_the_rest
+from orchestrator.recovery.controls import Control, answered
+from orchestrator.store.controls import answer_the_rest, open_controls
 from orchestrator.store.rows import add_event, stands_at, stored_job, stored_spec
 from orchestrator.store.tables import jobs
 from orchestrator.store.webhooks import add_webhook
@@ -49,6 +49,11 @@ def set_state(
     add_event(db, row["id"], row["attempt"], EventDraft("state", time, message, told))
     if after.terminal or after is JobState.PAUSED or cause is Cause.PREEMPTED:
         now_stored = stored_job(db, row["id"])
+        if cause is Cause.PREEMPTED and (asked := _pause_asked(db, row["id"])) is not None:
+            # The job that a person stops doesn't start again because a queue stopped it too.
+            why = f"paused by {asked.by} as it went back into the queue"
+            set_state(db, now_stored, Cause.PAUSE_ASKED, JobState.PAUSED, why, time, {})
+            return
         if cause is not Cause.PREEMPTED:
             config = stored_spec(row["spec"]).notifications
             standing = stands_at(now_stored["step"], now_stored["goes_on_at"])
@@ -58,6 +63,11 @@ def set_state(
             notice = answered(control, answer)
             draft = EventDraft(notice.kind, time, notice.message, notice.detail)
             add_event(db, row["id"], row["attempt"], draft)
+
+
+def _pause_asked(db: Connection, job: str) -> Control | None:
+    """The pause that a person asked for and that has no answer yet."""
+    return next((r.control for r in open_controls(db, job) if r.control.kind == "pause"), None)
 
 
 def transition_refusal(state: JobState, transition: tuple[JobState, Cause] | None) -> str:

@@ -25,7 +25,7 @@ from orchestrator.nodes.desk import FILL_EVERY_S, RECONCILE_EVERY_S, UNWILLING_S
 from orchestrator.nodes.roll import NodeNotFoundError
 from orchestrator.placement.placement import told_node
 from orchestrator.protocol import SupervisorBatch
-from orchestrator.recovery.controls import ControlAnswer
+from orchestrator.recovery.controls import Control, ControlAnswer
 from orchestrator.store.database import Store
 from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.preflight_gate import told as preflight_told
@@ -411,6 +411,21 @@ class TestPreemption:
             (high, 1),
             (low, 2),
         ]
+
+    def test_a_pause_that_a_person_asked_for_meanwhile_holds(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4)
+        low = running(plane, "low")
+        plane.submit("high", resources={"priority": 5})
+        plane.steps(2)
+        plane.store.controls.ask(low, Control("p", "pause", "alice", plane.now))
+        tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
+        plane.supervisors.done.add(low)
+        plane.steps(4)
+        assert plane.state(low) == "paused"
+        assert {row.control.kind: row.state for row in plane.store.controls.of(low)} == {
+            "preempt": "applied",
+            "pause": "applied",
+        }
 
     def test_a_job_that_cannot_go_is_not_asked_again_in_that_attempt(self, tmp_path: Path) -> None:
         plane = ControlPlane(tmp_path, 4)
