@@ -87,7 +87,10 @@ class Rescue:
             while told and _storage_fails(told, last.job_dir) and time.monotonic() < deadline:
                 # What ends ranks is often the storage, which comes back.
                 time.sleep(min(AGAIN_S, STORAGE_S))
-                told = self._rescue(last, self._groups.copies(job))
+                again = self._rescue(last, self._groups.copies(job))
+                if not again:
+                    break  # the keepers are gone meanwhile: what was told stands
+                told = again
             for event in told:
                 self._store.note(job, event)
             if told:

@@ -49,17 +49,14 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
     if path is None:
         return
     unread: list[str] = []
-    usable = [
-        c
-        for c in checkpoints_in(path)
-        if not verify_checkpoint(c, contents=False) and _is_read(c, unread)
-    ]
-    if not usable:
+    whole = (c for c in checkpoints_in(path) if not verify_checkpoint(c, contents=False))
+    best = next((c for c in whole if _is_read(c, unread)), None)
+    if best is None:
         message, remedy = (unread[0], _NAME_ANOTHER) if unread else _what_is_there(path)
         raise SpecError([Problem(file, KEY, str(path), message, remedy)])
-    found = list(differences(spec, usable[0].run))
-    if spec.training.steps <= usable[0].step:
-        told = f"it is of step {usable[0].step}, and training.steps is {spec.training.steps}"
+    found = list(differences(spec, best.run))
+    if spec.training.steps <= best.step:
+        told = f"it is of step {best.step}, and training.steps is {spec.training.steps}"
         raise SpecError([Problem(file, KEY, str(path), told, "train for more steps")])
     if found:
         raise SpecError([Problem(file, dotted(f.path), "", f.message, f.remedy) for f in found])

@@ -1,6 +1,5 @@
 """`make bench`: every benchmark, one after the other, each in a process of its own; at the end one
-table of those whose results are rows (``tests.benchmarks.results``), and the same as files.
-
+table of all their rows (``tests.benchmarks.results``), and the same as files.
     python -m tests.benchmarks [--out runs/bench] [NAME…]
 """
 
@@ -40,35 +39,6 @@ BENCHMARKS = (
     "bench_control_plane",
     "bench_goodput",
 )
-ROWS = frozenset(
-    {
-        "bench_overhead",
-        "bench_recovery",
-        "bench_snapshots",
-        "bench_checkpoints",
-        "bench_saving",
-        "bench_telemetry",
-        "bench_detection",
-        "bench_detectors",
-        "bench_plan",
-        "bench_api",
-        "bench_start",
-        "bench_rank_killed",
-        "bench_instability",
-        "bench_fp8_linear",
-        "bench_fp8_step",
-        "bench_exchange",
-        "bench_hooks",
-        "bench_exchange_casts",
-        "bench_exchange_error",
-        "bench_curves",
-        "bench_fidelity",
-        "bench_parity",
-        "bench_control_plane",
-        "bench_goodput",
-    }
-)
-"""Those that write rows."""
 
 
 def main() -> int:
@@ -80,9 +50,7 @@ def main() -> int:
     failed = 0
     for name in asked.names or BENCHMARKS:
         print(f"\n== {name}", flush=True)
-        command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
-        if name in ROWS:
-            command += ["--out", str(asked.out)]
+        command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--out", str(asked.out)]
         failed += (
             subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode != 0
         )

@@ -240,6 +240,20 @@ def test_a_storage_that_comes_back_meanwhile_is_waited_for(
     assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_failed")
 
 
+def test_what_failed_is_told_though_the_keepers_die_while_the_storage_is_waited_for(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+    job = RestingJob(plane)
+    job.hold(15)
+    (job.folder / "checkpoints").write_text("no folder is here")
+    whole, looks = plane.groups.copies, []
+    plane.groups.copies = lambda of: {} if looks else looks.append(of) or whole(of)  # type: ignore[func-returns-value, method-assign]
+    job.end()
+    (told,) = plane.told(job.id, "checkpoint_failed")
+    assert "step 15" in told
+
+
 def test_a_controller_that_is_killed_meanwhile_leaves_it_to_the_next_one(
     plane: ControlPlane,
 ) -> None:
