@@ -1,5 +1,6 @@
 """`make bench`: every benchmark, one after the other, each in a process of its own; at the end one
 table of all their rows (``tests.benchmarks.results``), and the same as files.
+
     python -m tests.benchmarks [--out runs/bench] [NAME…]
 """
 
