@@ -90,6 +90,9 @@ CONTROLLER_ELSEWHERE = HEAD_IN_REDIS | {"controller": 1}
 LONG = ALONE | {"training": {"steps": 240}}
 """Still at work when a head is back."""
 
+STANDING_READY: dict[str, Any] = {"training": {"steps": 300}}
+"""Long enough for the idle workers, whose imports give way to training on the same cores."""
+
 IN_MEMORY: dict[str, Any] = ALONE | {"checkpoint": {"every": 1000}}
 """No checkpoint but the one that a job's end makes: what outlives ranks is in keepers alone."""
 
@@ -102,8 +105,22 @@ ONE_SLOT: dict[str, Any] = {
 """A job of which two run on three hosts of two slots."""
 
 ROWS = (
-    Row("rank_killed", "rank SIGKILL", signalled(1, signal.SIGKILL), repeat=10, aim_s=1.5),
-    Row("node_killed", "node killed", kill_node, repeat=10, aim_s=4.0),
+    Row(
+        "rank_killed",
+        "rank SIGKILL",
+        signalled(1, signal.SIGKILL),
+        changes=STANDING_READY,
+        repeat=10,
+        aim_s=1.5,
+    ),
+    Row(
+        "node_killed",
+        "node killed",
+        kill_node,
+        changes=STANDING_READY,
+        repeat=10,
+        aim_s=4.0,
+    ),
     Row(
         "rank_stopped",
         "rank SIGSTOP (step_timeout_s: 5)",

@@ -23,8 +23,8 @@ STEPS = 90
 """Of the job of a row."""
 START_S = 300.0
 """Seconds until the job trains."""
-LATEST = 50
-"""Step at which a row no longer waits for the idle workers that the job starts."""
+LEFT_FOR_THE_FAULT = 40
+"""Steps before a job's last at which its row no longer waits for the idle workers it starts."""
 
 _RANK_LOG = re.compile(r"/logs/attempt-(\d+)/rank-(\d+)\.log$")
 
@@ -128,13 +128,13 @@ class Scene:
 
     def wait_until_quiet(self) -> bool:
         """Until no worker on any node does its imports: what it starts for restarts is ready;
-        not beyond step ``LATEST``. Whether it is so."""
-        still = 0
+        not into the last steps of the job. Whether it is so."""
+        still, latest = 0, self.spec["training"]["steps"] - LEFT_FOR_THE_FAULT
         while still < 3:  # a worker that is being created has no title for a moment
             titles = [title for node in self.cluster.nodes for title in node.titles().values()]
             importing = any("__init__" in title for title in titles)
             still = 0 if importing else still + 1
-            if self.newest >= LATEST or self.settled:
+            if self.newest >= latest or self.settled:
                 return False
             time.sleep(0.2)
         return True
