@@ -1,6 +1,6 @@
 """One rank's file of a checkpoint: written durably, read whole or in part, verified either way.
 
-Beside ``rank-00003.safetensors`` lies ``rank-00003.json`` with a digest of every MiB, so that a
+Beside ``rank-00003.safetensors`` lies ``rank-00003.json`` with a digest of every chunk, so that a
 rank of another layout, which needs a few slices of many files, verifies what it reads and no
 more. Promises: a file is complete under its name or not there; what was written was read back
 from the disk before anybody is told; nothing is returned that doesn't match its digest.
@@ -9,7 +9,6 @@ from the disk before anybody is told; nothing is returned that doesn't match its
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -22,10 +21,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.snapshots import Payload
+from launch.digests import (
+    CHUNK,
+    Payload,
+    chunk_digest,
+    chunks_of,
+    digest_of_chunks,
+    digest_of_file,
+)
 
-CHUNK = 1 << 20
-"""Bytes that have a digest of their own."""
 MOST_TEXT = 256 << 20
 """Bytes of a manifest, or of a file's digests, at most: those of terabytes have less."""
 _CACHED = 16
@@ -43,9 +47,7 @@ class RankFile:
     name: str
     nbytes: int
     digest: str
-    """BLAKE2b-256 of the bytes, hex."""
-    chunks: str
-    """BLAKE2b-256 of the digests of its chunks, one behind the other, hex."""
+    """``launch.digests.digest_of`` of the bytes."""
 
 
 def write_rank_file(folder: Path, name: str, payload: Payload, digest: str) -> RankFile:
@@ -54,23 +56,22 @@ def write_rank_file(folder: Path, name: str, payload: Payload, digest: str) -> R
     Raises OSError when it can't be, and then leaves nothing; DamagedFileError when ``payload`` no
     longer has ``digest``, or the disk doesn't give back what it was given.
     """
-    data = np.frombuffer(payload, dtype=np.uint8).data
-    whole, found = _hash(), []
+    found: list[bytes] = []
+    nbytes = 0
     path = folder / name
     partial = _partial(path)
     with _removed_on_error(partial):
         with partial.open("wb", buffering=0) as stream:
-            for begin in range(0, len(data), CHUNK):
-                chunk = data[begin : begin + CHUNK]
-                whole.update(chunk)
-                found.append(_digest(chunk))
+            for chunk in chunks_of(payload):
+                found.append(chunk_digest(chunk))
+                nbytes += len(chunk)
                 _write_all(stream.fileno(), chunk)
-            if whole.hexdigest() != digest:
+            if digest_of_chunks(found) != digest:
                 raise DamagedFileError(f"the state for {name} changed before it was written")
             os.fsync(stream.fileno())
         _read_back(partial, found)
         partial.rename(path)
-    file = RankFile(name, len(data), digest, _digest(b"".join(found)).hex())
+    file = RankFile(name, nbytes, digest)
     # After it: says that the file is complete, and what it must be.
     told = {**asdict(file), "digests": [chunk.hex() for chunk in found]}
     with _removed_on_error(path):
@@ -102,7 +103,7 @@ def complete_file(folder: Path, name: str) -> RankFile | None:
     path = folder / name
     try:
         told = json.loads(read_small(_note(path)))
-        file = RankFile(told["name"], told["nbytes"], told["digest"], told["chunks"])
+        file = RankFile(told["name"], told["nbytes"], told["digest"])
         return file if path.stat().st_size == file.nbytes else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -117,7 +118,7 @@ def what_is_wrong(folder: Path, file: RankFile, *, contents: bool) -> str | None
             return f"{file.name} has {size} bytes, {file.nbytes} were written"
         if contents:
             with os.fdopen(open_regular(path), "rb") as stream:
-                if hashlib.file_digest(stream, _hash).hexdigest() != file.digest:
+                if digest_of_file(stream) != file.digest:
                     return f"{file.name} has another digest than was written"
     except OSError as error:
         return f"{file.name} can't be read: {error.strerror}"
@@ -139,7 +140,7 @@ class RankFileReader:
         chunks = -(-file.nbytes // CHUNK)
         if (
             len(self._digests) != chunks
-            or _digest(b"".join(self._digests)).hex() != file.chunks
+            or digest_of_chunks(self._digests) != file.digest
             or path.stat().st_size != file.nbytes
         ):
             raise DamagedFileError(f"{file.name} or its digests aren't what was written")
@@ -170,7 +171,7 @@ class RankFileReader:
         begin = number * CHUNK
         wanted = min(CHUNK, self._file.nbytes - begin)
         data = os.pread(self._descriptor, wanted, begin)
-        if len(data) != wanted or _digest(data) != self._digests[number]:
+        if len(data) != wanted or chunk_digest(data) != self._digests[number]:
             raise DamagedFileError(
                 f"{self._file.name}: bytes from {begin} aren't what was written there"
             )
@@ -200,14 +201,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=32)
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=32).digest()
-
-
 def _note(path: Path) -> Path:
     return path.with_suffix(".json")
 
@@ -228,7 +221,7 @@ def _read_back(path: Path, digests: list[bytes]) -> None:
             # From the disk, not from the cache that the write has left.
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for number, expected in enumerate(digests):
-            if _digest(stream.read(CHUNK)) != expected:
+            if chunk_digest(stream.read(CHUNK)) != expected:
                 raise DamagedFileError(f"{path.name}: the disk lost bytes from {number * CHUNK}")
 
 

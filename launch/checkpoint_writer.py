@@ -14,7 +14,8 @@ from typing import Literal
 
 from launch.background import PoliteQueue
 from launch.checkpoints import write_rank_file
-from launch.snapshots import Payload, SnapshotKey
+from launch.digests import Payload
+from launch.snapshots import SnapshotKey
 
 Told = Callable[[Path | Exception], None]
 """Called by the writer's thread with the file, or with why there is none."""

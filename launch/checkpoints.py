@@ -15,7 +15,6 @@ folder named ``step-…`` is complete; damage is found before anything is loaded
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -40,17 +39,17 @@ from launch.checkpoint_files import (
     what_is_wrong,
     write_durably,
 )
+from launch.digests import Payload, digest_of
 from launch.snapshots import (
     DamagedSnapshotError,
     MissingSnapshotError,
-    Payload,
     SnapshotKey,
     StoredSnapshot,
     refuse_damaged,
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 HOLD_S = 3600.0
 """How long a checkpoint that somebody reads is kept for that."""
 
@@ -392,7 +391,7 @@ def _to_json(checkpoint: Checkpoint) -> dict[str, Any]:
 def _manifest_digest(told: Mapping[str, Any]) -> str:
     """Of all of a manifest but this."""
     text = json.dumps(told, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=32).hexdigest()
+    return digest_of(text)
 
 
 def _delete_superseded(root: Path, own: Path, newest: Checkpoint, num_to_keep: int) -> None:

@@ -18,11 +18,11 @@ from typing import TypeVar
 import numpy as np
 
 from launch.checkpoints import write_rank_file
+from launch.digests import Payload
 from launch.process_end import Enlisted
 from launch.snapshots import (
     MismatchedSnapshotError,
     MissingSnapshotError,
-    Payload,
     SnapshotKey,
     StoredSnapshot,
     refuse_damaged,

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from launch.digests import Payload
 from launch.node_calls import named_actor
 from launch.snapshots import (
-    Payload,
     SnapshotError,
     SnapshotKey,
     SnapshotSource,

@@ -19,14 +19,9 @@ import torch
 from launch.background import PoliteQueue
 from launch.checkpoint_writer import CheckpointWriter
 from launch.commands import CopyFailed, Report, SnapshotReport
+from launch.digests import digest_of
 from launch.snapshot_ring import Slot, SnapshotRing
-from launch.snapshots import (
-    PartnerCopies,
-    SnapshotKey,
-    SnapshotStore,
-    StoreGoneError,
-    digest_of,
-)
+from launch.snapshots import PartnerCopies, SnapshotKey, SnapshotStore, StoreGoneError
 
 Tier = Literal["ring", "memory", "partner", "disk"]
 

@@ -7,16 +7,11 @@ keepers and supervisors import it. The bytes themselves are ``launch.state_block
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
-"""Bytes of a packed state."""
+from launch.digests import Payload, digest_of
 
 
 class SnapshotError(RuntimeError):
@@ -107,12 +102,6 @@ class PartnerCopies(Protocol):
 
         Never waits for another node, never raises.
         """
-
-
-def digest_of(payload: Payload) -> str:
-    """BLAKE2b-256 of the bytes, hex."""
-    flat = np.frombuffer(payload, dtype=np.uint8)
-    return hashlib.blake2b(flat.data, digest_size=32).hexdigest()
 
 
 def refuse_damaged(snapshot: StoredSnapshot, rank: int, step: int, tier: str) -> None:

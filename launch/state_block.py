@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launch.data import MOST_SKIPPED
-from launch.snapshots import Payload
+from launch.digests import Payload
 from launch.state_header import META_KEY, parse_header
 
 # The skip ledger grows, by at most 18 digits and two characters a batch, and so does what

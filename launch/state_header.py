@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.snapshots import Payload
+from launch.digests import Payload
 
 META_KEY = "octavo"
 """Under ``__metadata__``."""

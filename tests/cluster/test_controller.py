@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch.checkpoints import list_checkpoints, verify_checkpoint
-from launch.snapshots import SnapshotKey, digest_of
+from launch.digests import digest_of
+from launch.snapshots import SnapshotKey
 from orchestrator.api.client import Client, UnreachableError
 from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home, HomeConfig

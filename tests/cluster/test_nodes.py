@@ -16,11 +16,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from launch.digests import digest_of
 from launch.keeper_clients import KeeperStore, Parcels
 from launch.preflight import Demand, Limits, Verdict
 from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
-from launch.snapshots import SnapshotKey, StoreGoneError, digest_of
+from launch.snapshots import SnapshotKey, StoreGoneError
 from orchestrator.api.client import Client
 from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
 from orchestrator.home.folder import Home, HomeConfig

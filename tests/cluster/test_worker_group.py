@@ -14,11 +14,12 @@ import pytest
 import ray
 
 from launch.commands import Command, RankResult, Stop
+from launch.digests import digest_of
 from launch.keeper import Keeper
 from launch.keeper_clients import KeeperHandles
 from launch.node_calls import NAMESPACE, Call, call_all
 from launch.rank_group import Seat
-from launch.snapshots import DamagedSnapshotError, SnapshotKey, digest_of
+from launch.snapshots import DamagedSnapshotError, SnapshotKey
 from launch.worker_group import WorkerGroup, free_port
 
 JOB = "grouped-000001"

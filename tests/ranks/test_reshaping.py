@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.checkpoints import commit_checkpoint, list_checkpoints, open_attempt, write_rank_file
+from launch.digests import digest_of
 from launch.random_state import RandomState
 from launch.reshaping import MASTERS, reshaped, state_on_disk
 from launch.saved_state import SavedState
-from launch.snapshots import MismatchedSnapshotError, SnapshotKey, digest_of
+from launch.snapshots import MismatchedSnapshotError, SnapshotKey
 from launch.state_block import StateLayout, load_into
 from launch.state_header import LAYOUT
 from parallel.config import GradientExchangeConfig

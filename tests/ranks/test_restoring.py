@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from launch.commands import Assignment, CopyRefused, Report, RestoredOlder, RestorePoint
 from launch.config import RunConfig
+from launch.digests import digest_of
 from launch.keeper import Keeper
 from launch.restoring import Restorer
-from launch.snapshots import SnapshotError, SnapshotKey, StoredSnapshot, digest_of
+from launch.snapshots import SnapshotError, SnapshotKey, StoredSnapshot
 from launch.state_block import StateLayout
 from launch.state_header import LAYOUT
 from parallel.layout import RankLayout

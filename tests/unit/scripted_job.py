@@ -30,8 +30,9 @@ from launch.commands import (
     SnapshotReport,
     Stop,
 )
+from launch.digests import digest_of
 from launch.rank_group import RankEnd, Seat
-from launch.snapshots import SnapshotKey, digest_of
+from launch.snapshots import SnapshotKey
 from launch.stacks import Stack
 from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action

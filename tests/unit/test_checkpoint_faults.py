@@ -28,7 +28,8 @@ from launch.checkpoints import (
     verify_checkpoint,
     write_rank_file,
 )
-from launch.snapshots import SnapshotKey, digest_of
+from launch.digests import digest_of
+from launch.snapshots import SnapshotKey
 
 RANKS = range(2)
 

@@ -9,7 +9,8 @@ import pytest
 
 from launch.checkpoints import list_checkpoints, open_attempt, write_rank_file
 from launch.commands import CopyFailed, SnapshotReport
-from launch.snapshots import SnapshotKey, digest_of
+from launch.digests import digest_of
+from launch.snapshots import SnapshotKey
 from orchestrator.protocol import FencedError
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from tests.unit.scripted_job import WORLD, Make

@@ -20,7 +20,8 @@ from launch.checkpoints import (
     verify_checkpoint,
     write_rank_file,
 )
-from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey, digest_of
+from launch.digests import digest_of
+from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey
 
 
 def payload(rank: int, step: int) -> bytes:

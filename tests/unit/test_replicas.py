@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.digests import Payload, digest_of
 from launch.keeper import Keeper, most_held
 from launch.keeper_clients import ANSWER_S, REST_S, Partners
 from launch.node_memory import free_bytes
@@ -21,7 +22,7 @@ from launch.replicas import (
     partners,
     refuse_too_large,
 )
-from launch.snapshots import Payload, SnapshotKey, digest_of
+from launch.snapshots import SnapshotKey
 from orchestrator.saved.restore import points_in_memory
 
 

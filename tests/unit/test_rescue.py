@@ -19,13 +19,9 @@ from launch.checkpoints import (
     read_rank_file,
     write_rank_file,
 )
+from launch.digests import digest_of
 from launch.keeper import Keeper
-from launch.snapshots import (
-    MismatchedSnapshotError,
-    MissingSnapshotError,
-    SnapshotKey,
-    digest_of,
-)
+from launch.snapshots import MismatchedSnapshotError, MissingSnapshotError, SnapshotKey
 from launch.state_header import LAYOUT, META_KEY
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState

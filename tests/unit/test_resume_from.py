@@ -12,8 +12,9 @@ import torch
 
 from launch.checkpoints import commit_checkpoint, open_attempt, write_rank_file
 from launch.commands import CopyRefused
+from launch.digests import digest_of
 from launch.rank_group import RankEnd
-from launch.snapshots import DamagedSnapshotError, SnapshotKey, digest_of
+from launch.snapshots import DamagedSnapshotError, SnapshotKey
 from launch.state_block import StateLayout
 from launch.state_header import LAYOUT
 from orchestrator.controller.controller import Controller

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from launch.data import MOST_SKIPPED
+from launch.digests import digest_of
 from launch.keeper import Keeper
 from launch.random_state import RandomState
 from launch.snapshot_ring import SnapshotRing
@@ -25,7 +26,6 @@ from launch.snapshots import (
     SnapshotError,
     SnapshotKey,
     StoredSnapshot,
-    digest_of,
 )
 from launch.state_block import StateLayout, load_into, unpack
 

@@ -14,16 +14,11 @@ import torch
 from launch.checkpoint_writer import is_due
 from launch.checkpoints import commit_checkpoint, open_attempt
 from launch.commands import CopyFailed, Report, SnapshotReport
+from launch.digests import Payload
 from launch.keeper import Keeper
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
-from launch.snapshots import (
-    Payload,
-    SnapshotKey,
-    SnapshotStore,
-    StoredSnapshot,
-    StoreGoneError,
-)
+from launch.snapshots import SnapshotKey, SnapshotStore, StoredSnapshot, StoreGoneError
 from launch.state_block import unpack
 
 

@@ -15,9 +15,10 @@ import pytest
 from launch import checkpoints
 from launch.checkpoint_files import DamagedFileError
 from launch.checkpoints import MANIFEST, ManifestError, list_checkpoints, read_manifest
+from launch.digests import digest_of
 from launch.reshaping import state_on_disk
 from launch.saved_state import SavedState
-from launch.snapshots import SnapshotError, SnapshotKey, digest_of
+from launch.snapshots import SnapshotError, SnapshotKey
 from orchestrator.saved.resume_from import check_resume_from, foreign_points
 from orchestrator.spec.errors import SpecError
 from tests.unit.test_resume_from import begins_at, checkpoint
