@@ -5,8 +5,9 @@
 torchrun and the deepspeed launcher come with what Octavo needs anyway, and share its environment.
 The others get ``FOLDER/NAME``: torch first and pinned, as the Makefile has it, then what
 ``requirements/NAME.txt`` lists, everything else at the releases of ``constraints.txt``. Promises:
-an environment that is whole is left as it is, one that isn't is made anew; a peer that can't be
-installed or imported is ``Unavailable`` with the reason, no error.
+an environment that is whole, which is tried each time, is left as it is, one that isn't is made
+anew; a peer that can't be installed, or can't load its script and the job, is ``Unavailable`` with
+the reason, no error: what our own packages lack there must not count as the peer's failure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from tests.benchmarks.peers.processes import ROOT, SideError, run_to_end
 
 FOLDER = ROOT / "runs/peers"
+JOB = ROOT / "deploy/jobs/demo.yaml"
 LIMIT_S = 1800.0
 """Of one step of an installation."""
 
@@ -33,13 +35,22 @@ class Peer:
     before: tuple[str, ...]
     """What must be there before the requirements: what they are built with."""
     modules: tuple[str, ...]
-    """What can be imported once it is whole."""
+    """What can be imported once it is whole: the peer, and what its script takes of ours."""
 
 
 PEERS = (
     # DeepSpeed is built from its sdist, which imports torch.
-    Peer("ray_train", ("setuptools", "wheel", "ninja", "numpy"), ("ray.train.torch", "deepspeed")),
-    Peer("torchft", (), ("torchft",)),
+    Peer(
+        "ray_train",
+        ("setuptools", "wheel", "ninja", "numpy"),
+        (
+            "ray.train.torch",
+            "deepspeed",
+            "tests.benchmarks.peers.saved",
+            "tests.benchmarks.plain_deepspeed",
+        ),
+    ),
+    Peer("torchft", (), ("torchft", "tests.benchmarks.peers.torchft_train")),
 )
 
 
@@ -74,11 +85,11 @@ def environment_of(name: str, folder: Path = FOLDER) -> Environment | Unavailabl
     whole = place / "installed"
     requirements = Path(__file__).parent / "requirements" / f"{name}.txt"
     wanted = requirements.read_text()
-    if whole.exists() and whole.read_text() == wanted:
+    log = folder / f"{name}-install.log"
+    if whole.exists() and whole.read_text() == wanted and not _why_not_whole(peer, found, log):
         return found
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    log = folder / f"{name}-install.log"
     log.write_text("")
     constraints = ROOT / "constraints.txt"
     pip = (
@@ -93,15 +104,27 @@ def environment_of(name: str, folder: Path = FOLDER) -> Environment | Unavailabl
     if peer.before:
         steps.append((*pip, *peer.before))
     steps.append((*pip, "--no-build-isolation", "-r", str(requirements)))
-    imports = "; ".join(f"import {module}" for module in peer.modules)
-    steps.append((found.command("python"), "-c", imports))
     for step in steps:
         try:
             run_to_end(step, log, LIMIT_S)
         except SideError as error:
             return Unavailable(name, f"{' '.join(step[1:])}: {error}")
+    if reason := _why_not_whole(peer, found, log):
+        return Unavailable(name, reason)
     whole.write_text(wanted)
     return found
+
+
+def _why_not_whole(peer: Peer, found: Environment, log: Path) -> str:
+    """Why it can't load what it must, empty if it can."""
+    modules = (*peer.modules, "orchestrator.spec.job")
+    load = f"orchestrator.spec.job.load_spec(__import__('pathlib').Path({str(JOB)!r}))"
+    code = "; ".join([*(f"import {module}" for module in modules), load])
+    try:
+        run_to_end((found.command("python"), "-c", code), log, LIMIT_S)
+    except SideError as error:
+        return str(error)
+    return ""
 
 
 def release(environment: Environment, package: str) -> str:
