@@ -13,6 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+SPEC_FILE = "spec.yaml"
+"""What the controller writes into a job's folder before it takes a node: seen by a node on which
+that folder is the same."""
 MOST_ROUNDS = 32
 """Rounds of pairs at most: each node then meets so many others."""
 
@@ -152,11 +155,23 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
     return [met for met in found if met][:MOST_ROUNDS]
 
 
+def apart(pairs: Collection[tuple[int, int]], most: int) -> list[list[tuple[int, int]]]:
+    """At most ``most`` rounds of these pairs, every place in one pair a round at most; what doesn't
+    go in is left out."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(most)]
+    for pair in sorted(pairs):
+        for met in found:
+            if all(set(pair).isdisjoint(other) for other in met):
+                met.append(pair)
+                break
+    return [met for met in found if met]
+
+
 def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> dict[int, Failure]:
     """Places of the nodes that failing links are to be laid to.
 
-    The one with most failing links, as long as any is left. Of equal ones a newcomer, for the
-    others have worked together; then the last.
+    Those of which no link works first, then the one with most failing links, as long as any is
+    left. Of equal ones a newcomer, for the others have worked together; then the last.
     """
     bad: dict[frozenset[int], str] = {}
     for link in links:
@@ -166,13 +181,19 @@ def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> 
         elif slow is not None and link.mbit_s < slow:
             told = f"{link.mbit_s:.0f} Mbit/s, and preflight.min_bandwidth_mbit_s is {slow:g}"
             bad.setdefault(frozenset((link.one, link.other)), told)
+    work = {
+        place
+        for link in links
+        for place in (link.one, link.other)
+        if frozenset((link.one, link.other)) not in bad
+    }
     found: dict[int, Failure] = {}
     while bad:
         counts: dict[int, int] = {}
         for pair in bad:
             for place in pair:
                 counts[place] = counts.get(place, 0) + 1
-        worst = max(counts, key=lambda p: (counts[p], p in newcomers, p))
+        worst = max(counts, key=lambda p: (p not in work, counts[p], p in newcomers, p))
         told = next(why for pair, why in bad.items() if worst in pair)
         of = sum(worst in (link.one, link.other) for link in links if link.one < link.other) or 1
         found[worst] = Failure(f"{min(counts[worst], of)} of its {of} links failed: {told}", False)

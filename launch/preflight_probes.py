@@ -9,9 +9,11 @@ and has not run on one.
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.node_memory import free_bytes
-from launch.preflight import Demand, Link, Probe, rounds
+from launch.preflight import SPEC_FILE, Demand, Link, Probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,22 +56,27 @@ KNOWN_CASTS = {
 """Values and their bytes, by the formats' definition (OCP FP8, round to nearest even)."""
 
 
+FIND_S = 3.0
+"""Seconds for the one to reach the other; torch's store tries once more, later, after as long."""
+FOLDER_S = 8.0
+"""Seconds that the job's folder may take to answer: a mount whose server is away never does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where nodes meet for their collectives."""
+    """Where two nodes meet for their collectives."""
 
+    pair: tuple[int, int]
+    """Places in the order of nodes; the first is the host."""
+    place: int
+    """Of this node, one of the pair."""
     address: str
     port: int
-    """Of the first node."""
-    place: int
-    """Of this node in the order of nodes."""
-    nodes: int
+    """Of the host."""
     here: str
     """This node's own address, whose interface is used."""
     timeout_s: float
     on_gpu: bool
-    newcomers: tuple[int, ...]
-    """Only pairs with one of these are tried."""
 
 
 def probe_node(demand: Demand, here: str) -> Probe:
@@ -82,7 +89,7 @@ def probe_node(demand: Demand, here: str) -> Probe:
         names = [f"cuda:{i}" for i in range(devices)] if demand.on_gpu else ["cpu"]
         matmul_error = _first(_wrong_product, names)
         cast_error = _first(_wrong_cast, names)
-    folder_error, disk = _folder(Path(demand.folder))
+    folder_error, disk = _folder_in_time(Path(demand.folder))
     return Probe(
         clock=clock,
         port=_free_port(here),
@@ -99,48 +106,26 @@ def probe_node(demand: Demand, here: str) -> Probe:
     )
 
 
-def probe_links(meeting: Meeting) -> list[Link]:
-    """Meet each other node in turn, and check what a collective of two gives."""
+def meet(meeting: Meeting) -> Link:
+    """Meet the other node of the pair, and check what a collective of the two gives."""
+    import torch
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=meeting.timeout_s)
+    me = meeting.pair.index(meeting.place)
+    other = meeting.pair[1 - me]
     try:
         store = dist.TCPStore(
             meeting.address,
             meeting.port,
-            meeting.nodes,
-            is_master=meeting.place == 0,
-            timeout=timeout,
+            2,
+            is_master=me == 0,
+            timeout=timedelta(seconds=min(FIND_S, meeting.timeout_s)),
             wait_for_workers=False,
         )
-    except Exception as error:  # noqa: BLE001 — whatever it is, the node can't be reached
-        return [Link(meeting.place, 0, 0.0, _line(error))] if meeting.place else []
-    links: list[Link] = []
-    for number, pairs in enumerate(rounds(meeting.nodes)):
-        for pair in pairs:
-            if meeting.place in pair and not {*meeting.newcomers}.isdisjoint(pair):
-                links.append(_link(meeting, pair, dist.PrefixStore(f"{number}", store)))
-    # The first node's store must stay until all are through.
-    store.add("through", 1)
-    deadline = time.monotonic() + meeting.timeout_s
-    while meeting.place == 0 and store.add("through", 0) < meeting.nodes:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.002)
-    return links
-
-
-def _link(meeting: Meeting, pair: tuple[int, int], store: dist.Store) -> Link:
-    """One meeting of two, told by each."""
-    import torch
-
-    me = pair.index(meeting.place)
-    other = pair[1 - me]
-    try:
-        group, device = _pair_group(meeting, pair, me, store)
+        group, device = _pair_group(meeting, me, store)
         words = torch.full((1024,), float(meeting.place + 1), device=device)
         group.allreduce([words]).wait()
-        wanted = float(sum(pair) + 2)
+        wanted = float(sum(meeting.pair) + 2)
         if not bool((words == wanted).all()):
             told = f"a sum came out as {words[0].item():g}, not {wanted:g}"
             return Link(meeting.place, other, 0.0, told)
@@ -154,22 +139,19 @@ def _link(meeting: Meeting, pair: tuple[int, int], store: dist.Store) -> Link:
     return Link(meeting.place, other, PAYLOAD_BYTES * 8 / 1e6 / max(seconds, 1e-9))
 
 
-def _pair_group(
-    meeting: Meeting, pair: tuple[int, int], me: int, store: dist.Store
-) -> tuple[Any, str]:
+def _pair_group(meeting: Meeting, me: int, store: dist.Store) -> tuple[Any, str]:
     import torch.distributed as dist
 
     timeout = timedelta(seconds=meeting.timeout_s)
-    named = dist.PrefixStore(f"{pair[0]}-{pair[1]}", store)
     if meeting.on_gpu:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(named, me, 2, options), "cuda:0"
+        return dist.ProcessGroupNCCL(store, me, 2, options), "cuda:0"
     gloo: Any = dist.ProcessGroupGloo
     chosen = gloo._Options()
     chosen._devices = [gloo.create_device(hostname=meeting.here)]
     chosen._timeout = timeout
-    return gloo(named, me, 2, chosen), "cpu"
+    return gloo(store, me, 2, chosen), "cpu"
 
 
 def _devices(on_gpu: bool) -> tuple[str, int, str, int]:
@@ -232,10 +214,24 @@ def _first(check: Callable[[str], str], devices: Sequence[str]) -> str:
     return ""
 
 
-def _folder(folder: Path) -> tuple[str, int]:
-    """(why it can't be written, free bytes)."""
+def _folder_in_time(folder: Path) -> tuple[str, int]:
+    """``_folder``, told as the folder's fault where it never answers."""
+    answers: queue.Queue[tuple[str, int]] = queue.Queue()
+    # It stays for as long as the mount hangs, and holds up nobody.
+    asked = threading.Thread(target=lambda: answers.put(_folder(folder)), daemon=True)
+    asked.start()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return answers.get(timeout=FOLDER_S)
+    except queue.Empty:
+        return f"it has not answered for {FOLDER_S:.0f} s: is the storage behind it away?", 0
+
+
+def _folder(folder: Path) -> tuple[str, int]:
+    """(why it can't be written, free bytes). It is not made: the controller has made it, on the
+    storage that all nodes share, and one that is made here would be this node's alone."""
+    try:
+        if not (folder / SPEC_FILE).is_file():
+            return f"the job's {SPEC_FILE} isn't there: is the shared storage mounted here?", 0
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"preflight")
             file.flush()

@@ -1,24 +1,50 @@
 """Preflight over a group's nodes, without waiting for them: started, and asked for its verdict.
 
-Each node is probed by itself, then those without a fault meet in pairs. Promises: nothing here
-blocks; a node that hasn't answered when the time is over has failed; the worker that is asked is
-one of the job's own.
+Each node is probed by itself, then they meet in pairs, in rounds in which all begin at once: where
+each went through its own list, whoever had waited for a dead node came late to the next, and was
+told as dead there. Promises: nothing here blocks; a node that hasn't answered a probe when the time
+is over, or a meeting after ``MEETING_S``, has failed; one that was not met for want of time has
+not, nor has a link that works when it is tried again; a dead node costs two rounds; the worker that
+is asked is one of the job's own.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from launch.preflight import Answer, Demand, Failure, Limits, Link, Verdict, blame, judge
-from launch.preflight_probes import Meeting, probe_links, probe_node
+from launch.preflight import (
+    Answer,
+    Demand,
+    Failure,
+    Limits,
+    Link,
+    Verdict,
+    apart,
+    blame,
+    judge,
+    rounds,
+)
+from launch.preflight_probes import Meeting, meet, probe_node
 from launch.rank_group import Seat
 
 logger = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 5.0
-"""Seconds that a collective of two nodes may take."""
+"""Seconds that two nodes may take to find each other, and that a collective may."""
+MEETING_S = 15.0
+"""Seconds that a node may take to say what came of a meeting."""
+LEAST_ROUNDS = 3
+"""Made even when the time is over: of three nodes, two tell which one is at fault."""
+GIVEN_UP_AFTER = 2
+"""Meetings that fail, without one that works, after which a node is met no more."""
+ROUNDS_AGAIN = 2
+"""Of meetings that failed between nodes of which other links work."""
+
+Asked = tuple[int, str]
+"""Round, 0 for the probes, and node."""
 
 
 class PreflightRun:
@@ -47,10 +73,17 @@ class PreflightRun:
         self._deadline = now + timeout_s
         self._on_change = on_change
         self._clock = clock
-        self._answered: dict[str, float] = {}
-        self._linked: dict[str, Any] = {}
+        self._answered: dict[Asked, float] = {}
         self._answers: dict[str, Answer] = {}
         self._failed: dict[str, Failure] = {}
+        self._round = 0
+        self._to_come: list[list[tuple[int, int]]] = []
+        """Rounds of meetings."""
+        self._meetings: dict[int, tuple[int, Any]] = {}
+        """By place, what hasn't been answered: of which round, and the reference."""
+        self._tried_again = False
+        self._round_ends = 0.0
+        self._links: list[Link] = []
         fresh = [seat for seat in self._seats if seat.node_id in self._newcomers]
         self._probes = {
             seat.node_id: self._ask(seat.node_id, probe_node, demand, seat.node_ip)
@@ -59,26 +92,29 @@ class PreflightRun:
 
     def verdict(self, now: float) -> Verdict | None:
         """What it came to; None while it is under way."""
-        late = now > self._deadline
-        if not self._linked:
+        if self._round == 0:
+            late = now > self._deadline
             if not self._gather() and not late:
                 return None
             self._judge(late)
-            if self._failed or len(self._seats) < 2:
-                return self._verdict(now, [])
-            self._link()
+            if self._failed:
+                return self._verdict(now)
+            self._order()
+        elif not self._met(now):
             return None
-        links = self._links(late)
-        return None if links is None else self._verdict(now, links)
+        if self._meet(now):
+            return None
+        self._lay_blame()
+        return self._verdict(now)
 
     def _gather(self) -> bool:
         """Take in probes that are done; whether all are."""
-        for node_id in [n for n in self._probes if n in self._answered]:
+        for node_id in [n for n in self._probes if (0, n) in self._answered]:
             value, error = _result(self._probes.pop(node_id))
             if error:
                 self._failed[node_id] = Failure(f"the probe failed: {error}", False)
             else:
-                self._answers[node_id] = Answer(value, self._began, self._answered[node_id])
+                self._answers[node_id] = Answer(value, self._began, self._answered[0, node_id])
         return not self._probes
 
     def _judge(self, late: bool) -> None:
@@ -90,45 +126,90 @@ class PreflightRun:
             if failure is not None:
                 self._failed[node_id] = failure
 
-    def _link(self) -> None:
-        # The host of the meeting is a newcomer: only those have told of a port.
-        order = self._seats = sorted(self._seats, key=lambda s: s.node_id not in self._newcomers)
-        port = self._answers[order[0].node_id].probe.port
-        newcomers = tuple(range(len(self._answers)))
-        self._answered.clear()
-        for place, seat in enumerate(order):
-            meeting = Meeting(
-                address=order[0].node_ip,
-                port=port,
-                place=place,
-                nodes=len(order),
-                here=seat.node_ip,
-                timeout_s=LINK_TIMEOUT_S,
-                on_gpu=self._demand.on_gpu,
-                newcomers=newcomers,
-            )
-            self._linked[seat.node_id] = self._ask(seat.node_id, probe_links, meeting)
+    def _order(self) -> None:
+        """Newcomers come first: only those have told of a port, and host the others."""
+        self._seats = sorted(self._seats, key=lambda s: s.node_id not in self._newcomers)
+        self._to_come = rounds(len(self._seats))
 
-    def _links(self, late: bool) -> list[Link] | None:
-        if len(self._answered) < len(self._linked) and not late:
-            return None
-        links: list[Link] = []
-        for seat in self._seats:
-            if seat.node_id not in self._answered:
-                self._failed[seat.node_id] = Failure("its links were not tried in time", False)
+    def _meet(self, now: float) -> bool:
+        """Begin the next round in which anybody meets; False when there is none to be made."""
+        while True:
+            late = now > self._deadline and self._round >= LEAST_ROUNDS
+            if not self._tried_again and (late or not self._to_come):
+                self._try_again()
+            if not self._to_come:
+                return False
+            self._round += 1
+            out = self._out()
+            for pair in self._to_come.pop(0):
+                host = self._seats[pair[0]]
+                if host.node_id in self._newcomers and out.isdisjoint(pair):
+                    for place in pair:
+                        self._ask_to_meet(pair, place)
+            if any(number == self._round for number, _ in self._meetings.values()):
+                self._round_ends = now + MEETING_S
+                return True
+
+    def _try_again(self) -> None:
+        """The last rounds: what failed between nodes of which other links work may be a moment's
+        trouble, and would keep a node from all jobs."""
+        self._tried_again = True
+        out = self._out()
+        failed = {tuple(sorted((link.one, link.other))) for link in self._links if link.error}
+        again = [(one, other) for one, other in failed if out.isdisjoint((one, other))]
+        self._to_come = apart(again, ROUNDS_AGAIN)
+        anew = {frozenset(pair) for met in self._to_come for pair in met}
+        self._links = [x for x in self._links if frozenset((x.one, x.other)) not in anew]
+
+    def _ask_to_meet(self, pair: tuple[int, int], place: int) -> None:
+        host, seat = self._seats[pair[0]], self._seats[place]
+        meeting = Meeting(
+            pair=pair,
+            place=place,
+            address=host.node_ip,
+            port=self._answers[host.node_id].probe.port,
+            here=seat.node_ip,
+            timeout_s=LINK_TIMEOUT_S,
+            on_gpu=self._demand.on_gpu,
+        )
+        self._meetings[place] = (self._round, self._ask(seat.node_id, meet, meeting))
+
+    def _met(self, now: float) -> bool:
+        """Take in what came of meetings, late ones of rounds before too; whether the round is
+        over."""
+        for place, (number, reference) in list(self._meetings.items()):
+            node_id = self._seats[place].node_id
+            if (number, node_id) not in self._answered:
                 continue
-            found, error = _result(self._linked[seat.node_id])
+            del self._meetings[place]
+            link, error = _result(reference)
             if error:
-                self._failed[seat.node_id] = Failure(f"the links failed: {error}", False)
+                self._failed[node_id] = Failure(f"its links could not be tried: {error}", False)
             else:
-                links += found
+                self._links.append(link)
+        waited_for = any(number == self._round for number, _ in self._meetings.values())
+        return not waited_for or now > self._round_ends
+
+    def _out(self) -> set[int]:
+        """Places that are met no more: they don't answer, or none of their links works."""
+        works = {link.one for link in self._links if not link.error}
+        failing = Counter(link.one for link in self._links if link.error)
+        dead = {p for p, count in failing.items() if count >= GIVEN_UP_AFTER and p not in works}
+        gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
+        return dead | gone | set(self._meetings)
+
+    def _lay_blame(self) -> None:
+        for place in self._meetings:
+            told = f"no answer for {MEETING_S:.0f} s while its links were tried"
+            self._failed[self._seats[place].node_id] = Failure(told, False)
+        gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
+        links = [link for link in self._links if gone.isdisjoint((link.one, link.other))]
         newcomers = [i for i, s in enumerate(self._seats) if s.node_id in self._newcomers]
         for place, failure in blame(links, newcomers, self._limits).items():
-            self._failed.setdefault(self._seats[place].node_id, failure)
-        return links
+            self._failed[self._seats[place].node_id] = failure
 
-    def _verdict(self, now: float, links: Sequence[Link]) -> Verdict:
-        speeds = [link.mbit_s for link in links if not link.error]
+    def _verdict(self, now: float) -> Verdict:
+        speeds = [link.mbit_s for link in self._links if not link.error]
         devices = {answer.probe.device for answer in self._answers.values()}
         return Verdict(
             failed=dict(self._failed),
@@ -140,9 +221,10 @@ class PreflightRun:
 
     def _ask(self, node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
         reference = self._workers[node_id].call.remote(function, *arguments)
+        asked = (self._round, node_id)
 
         def settled(_: object) -> None:
-            self._answered[node_id] = self._clock()
+            self._answered[asked] = self._clock()
             self._on_change()
 
         reference.future().add_done_callback(settled)

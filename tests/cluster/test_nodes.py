@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from launch.digests import digest_of
 from launch.keeper_clients import KeeperStore, Parcels
-from launch.preflight import Demand, Limits, Verdict
+from launch.preflight import SPEC_FILE, Demand, Limits, Verdict
 from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
 from launch.snapshots import SnapshotKey, StoreGoneError
@@ -198,8 +198,10 @@ def test_nodes_are_checked_by_themselves_and_in_pairs_and_one_that_is_gone_is_na
         seats.append(Seat(node.node_id, node.node_ip_address, 1, f"keeper-{number}"))
         workers[node.node_id] = actor
 
+    (tmp_path / SPEC_FILE).touch()
+
     def verdict(newcomers: set[str], **demand: Any) -> Verdict:
-        asked = replace(Demand(1, 1, 1, str(tmp_path / "job"), False, False), **demand)
+        asked = replace(Demand(1, 1, 1, str(tmp_path), False, False), **demand)
         run = PreflightRun(
             seats,
             workers,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch import preflight_probes
+from launch import preflight_probes, preflight_run
 from launch.preflight import (
+    SPEC_FILE,
     Answer,
     Demand,
     Failure,
@@ -23,12 +27,14 @@ from launch.preflight import (
     Link,
     Probe,
     Verdict,
+    apart,
     blame,
     clock_skew_s,
     judge,
     rounds,
 )
-from launch.preflight_probes import Meeting, probe_links, probe_node
+from launch.preflight_probes import Meeting, meet, probe_node
+from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
 from orchestrator.node_slot import NodeSlot
 from orchestrator.spec.completion import complete
@@ -95,6 +101,20 @@ def test_every_two_nodes_meet_once_and_no_node_is_in_two_places(nodes: int) -> N
     assert every == sorted(itertools.combinations(range(nodes), 2))
 
 
+@given(st.sets(st.sampled_from(list(itertools.combinations(range(7), 2)))), st.integers(1, 8))
+def test_meetings_that_are_tried_again_put_no_node_in_two_places(
+    pairs: set[tuple[int, int]], most: int
+) -> None:
+    met = apart(pairs, most)
+    assert len(met) <= most
+    for of_round in met:
+        places = [place for pair in of_round for place in pair]
+        assert len(set(places)) == len(places)
+    tried = [pair for of_round in met for pair in of_round]
+    assert len(set(tried)) == len(tried) and set(tried) <= pairs
+    assert set(tried) == pairs or len(met) == most
+
+
 def links(
     nodes: int, broken: Collection[int], pairs: Collection[frozenset[int]] = ()
 ) -> list[Link]:
@@ -135,7 +155,8 @@ def test_what_is_left_has_only_links_that_work(nodes: int, data: st.DataObject) 
 
 
 def test_this_machine_computes_what_it_should(tmp_path: Path) -> None:
-    probe = probe_node(Demand(1, 0, 0, str(tmp_path / "job"), False, False), "127.0.0.1")
+    (tmp_path / SPEC_FILE).touch()
+    probe = probe_node(Demand(1, 0, 0, str(tmp_path), False, False), "127.0.0.1")
     errors = (probe.device_error, probe.folder_error, probe.matmul_error, probe.cast_error)
     assert errors == ("", "", "", "")
     assert probe.memory_bytes > 0 and probe.disk_bytes > 0 and probe.port > 0
@@ -156,36 +177,130 @@ def test_a_wrong_product_and_a_wrong_cast_are_seen(monkeypatch: pytest.MonkeyPat
     assert preflight_probes._wrong_cast("cpu") == "1 to float8_e4m3fn is 0x38 on cpu, not 0x39"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    error, free = preflight_probes._folder(tmp_path / "file" / "job")
-    assert (error, free) == ("Not a directory", 0)
+def test_a_folder_in_which_the_controller_has_not_written_is_another_one(tmp_path: Path) -> None:
+    error, free = preflight_probes._folder(tmp_path / "mount" / "job")
+    assert "isn't there: is the shared storage mounted here?" in error and free == 0
+    assert not (tmp_path / "mount").exists(), "made here it would be this node's alone"
 
 
-def test_nodes_meet_in_pairs_over_gloo_and_one_that_does_not_come_is_told_by_its_peers() -> None:
-    def meet(nodes: int, present: int, timeout_s: float) -> dict[int, list[Link]]:
-        port = preflight_probes._free_port("127.0.0.1")
-        told: dict[int, list[Link]] = {}
+def test_a_folder_that_never_answers_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = threading.Event()
+    monkeypatch.setattr(preflight_probes, "_folder", lambda folder: (str(waiting.wait()), 0))
+    monkeypatch.setattr(preflight_probes, "FOLDER_S", 0.05)
+    probe = probe_node(replace(DEMAND, folder=str(tmp_path)), "127.0.0.1")
+    waiting.set()
+    assert "has not answered for 0 s" in probe.folder_error
+    failure = judge(Answer(probe, probe.clock, probe.clock), DEMAND, LIMITS)
+    assert failure is not None and failure.for_this_job, "the machine may be whole"
 
-        def node(place: int) -> None:
-            newcomers = tuple(range(nodes))
-            told[place] = probe_links(
-                Meeting("127.0.0.1", port, place, nodes, "127.0.0.1", timeout_s, False, newcomers)
-            )
 
-        threads = [threading.Thread(target=node, args=(place,)) for place in range(present)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return told
+class Nodes:
+    """Workers in threads of this process, on loopback; what those in ``cut`` send is lost, those in
+    ``frozen`` never answer."""
 
-    whole = meet(3, 3, 30.0)
-    assert {len(links) for links in whole.values()} == {2}
-    assert all(not link.error and link.mbit_s > 0 for links in whole.values() for link in links)
-    short = [link for links in meet(3, 2, 2.0).values() for link in links]
-    assert {(x.one, x.other) for x in short if x.error} == {(0, 2), (1, 2)}
-    assert list(blame(short, range(3), LIMITS)) == [2]
+    def __init__(self, nodes: int, cut: Collection[int] = (), frozen: Collection[int] = ()) -> None:
+        self.seats = [Seat(f"node{n}", "127.0.0.1", 1, f"keeper{n}") for n in range(nodes)]
+        self._cut, self._frozen = set(cut), set(frozen)
+        self.trouble: set[frozenset[int]] = set()
+        """Pairs whose next meeting fails."""
+        self._pool = ThreadPoolExecutor(2 * nodes)
+
+    def workers(self) -> dict[str, Any]:
+        return {s.node_id: self._worker(n) for n, s in enumerate(self.seats)}
+
+    def _worker(self, number: int) -> Any:
+        def ask(function: Any, *arguments: Any) -> Any:
+            if function is meet and number in self._frozen:
+                return SimpleNamespace(future=Future)
+            if function is meet and (number in self._cut or self._troubled(arguments[0])):
+                return self._asked(self._lost, *arguments)
+            if function is probe_node:
+                return self._asked(lambda *_: replace(HEALTHY, clock=0.0, port=_port()))
+            return self._asked(function, *arguments)
+
+        return SimpleNamespace(call=SimpleNamespace(remote=ask))
+
+    def _asked(self, function: Any, *arguments: Any) -> Any:
+        future = self._pool.submit(function, *arguments)
+        return SimpleNamespace(future=lambda: future)
+
+    def _troubled(self, meeting: Meeting) -> bool:
+        pair = frozenset(meeting.pair)
+        if pair not in self.trouble:
+            return False
+        if meeting.place == meeting.pair[1]:  # who is asked last
+            self.trouble.remove(pair)
+        return True
+
+    def _lost(self, meeting: Meeting) -> Link:
+        time.sleep(meeting.timeout_s)
+        other = meeting.pair[1 - meeting.pair.index(meeting.place)]
+        return Link(meeting.place, other, 0.0, "timed out")
+
+
+def _port() -> int:
+    return preflight_probes._free_port("127.0.0.1")
+
+
+def preflight_of(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 30.0) -> Verdict:
+    monkeypatch.setattr(preflight_run, "LINK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(preflight_run, "MEETING_S", 6.0)
+    monkeypatch.setattr(preflight_run, "_result", lambda asked: (asked.future().result(), ""))
+    run = PreflightRun(
+        nodes.seats,
+        nodes.workers(),
+        {seat.node_id for seat in nodes.seats},
+        replace(DEMAND, memory_bytes=0, disk_bytes=0),
+        replace(LIMITS, max_clock_skew_s=1e12),
+        now=time.monotonic(),
+        timeout_s=timeout_s,
+        clock=time.monotonic,
+    )
+    while (verdict := run.verdict(time.monotonic())) is None:
+        time.sleep(0.01)
+    return verdict
+
+
+def test_whole_nodes_meet_each_other_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = preflight_of(Nodes(4), monkeypatch)
+    assert not verdict.failed and verdict.nodes == 4
+    assert verdict.slowest_mbit_s is not None and verdict.slowest_mbit_s > 0
+
+
+@pytest.mark.parametrize(("nodes", "cut"), [(3, 0), (3, 1), (3, 2), (6, 4)])
+def test_of_nodes_that_meet_the_one_without_a_network_is_named_and_no_other(
+    nodes: int, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = preflight_of(Nodes(nodes, cut={cut}), monkeypatch).failed
+    assert list(failed) == [f"node{cut}"]
+    assert "links failed" in failed[f"node{cut}"].reason
+
+
+def test_a_link_that_fails_once_keeps_no_node_from_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = Nodes(4)
+    nodes.trouble.add(frozenset((1, 3)))
+    assert not preflight_of(nodes, monkeypatch).failed
+    assert not nodes.trouble, "it did fail"
+
+
+def test_a_frozen_node_is_named_and_the_others_meet_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verdict = preflight_of(Nodes(4, frozen={1}), monkeypatch)
+    assert list(verdict.failed) == ["node1"]
+    assert verdict.failed["node1"].reason == "no answer for 6 s while its links were tried"
+    assert verdict.slowest_mbit_s is not None
+
+
+def test_what_was_not_tried_for_want_of_time_is_not_held_against_a_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = preflight_of(Nodes(8, cut={2}), monkeypatch, timeout_s=0.5)
+    assert list(told.failed) == ["node2"]
 
 
 class Asked:
