@@ -11,6 +11,7 @@ Nothing here imports torch before the first micro-batch is made.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePath
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.config import DataConfig
+from launch.corpus_files import matching_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,48 +53,51 @@ def batch_of(step: int, ledger: Collection[int]) -> int:
 def source_files(config: DataConfig) -> list[Path]:
     """The files of the corpus in their order, which depends on their relative names alone."""
     if config.source == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
+        root, skipped = Path(sysconfig.get_paths()["stdlib"]), _NOT_STDLIB
     else:
-        root = Path(config.source)
+        root, skipped = Path(config.source), set()
         if not root.is_dir():
             return [root] if root.exists() else []
-    names = []
-    for path in root.glob(config.pattern):
-        name = path.relative_to(root)
-        if config.source == STDLIB and _NOT_STDLIB.intersection(name.parts):
-            continue
-        if path.is_file():
-            names.append(name.as_posix())
-    return [root / name for name in sorted(names)]
+    return [root / name for name in matching_files(str(root), config.pattern, skipped)]
 
 
 def check_source(config: DataConfig, seq_len: int) -> list[str]:
     """What stands against training on this data, one sentence each; reads no contents."""
-    wrong = _wrong_pattern(config.pattern)
-    if wrong:
-        return [f"the pattern {config.pattern!r} {wrong}"]
-    try:
-        if config.source != STDLIB and not Path(config.source).exists():
-            return [f"{config.source} does not exist"]
-    except (OSError, ValueError) as error:
-        # A name that is too long, or has a null character, is none.
-        return [f"{config.source} can't be looked for: {getattr(error, 'strerror', None) or error}"]
-    files = source_files(config)
-    if not files:
-        return [f"no file in {config.source} matches {config.pattern!r}"]
-    problems = []
+    files, problems = _look(config)
     size = 0
     for path in files:
         try:
-            with path.open("rb"):
-                size += path.stat().st_size
+            with path.open("rb") as file:
+                size += os.fstat(file.fileno()).st_size
         except OSError as error:
-            problems.append(f"{path} can't be read: {error.strerror}")
-    if not problems and size < seq_len + 1:
-        problems.append(
-            f"{config.source} has {size} tokens, fewer than one sequence of {seq_len} + 1"
-        )
-    return problems
+            problems.append(_unreadable(path, error))
+    return problems or _too_short(config, size, seq_len)
+
+
+def _look(config: DataConfig) -> tuple[list[Path], list[str]]:
+    """The files, or why there are none."""
+    wrong = _wrong_pattern(config.pattern)
+    if wrong:
+        return [], [f"the pattern {config.pattern!r} {wrong}"]
+    try:
+        if config.source != STDLIB and not Path(config.source).exists():
+            return [], [f"{config.source} does not exist"]
+    except (OSError, ValueError) as error:
+        # A name that is too long, or has a null character, is none.
+        why = getattr(error, "strerror", None) or error
+        return [], [f"{config.source} can't be looked for: {why}"]
+    files = source_files(config)
+    return files, [] if files else [f"no file in {config.source} matches {config.pattern!r}"]
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path} can't be read: {error.strerror}"
+
+
+def _too_short(config: DataConfig, size: int, seq_len: int) -> list[str]:
+    if size >= seq_len + 1:
+        return []
+    return [f"{config.source} has {size} tokens, fewer than one sequence of {seq_len} + 1"]
 
 
 def _wrong_pattern(pattern: str) -> str:
@@ -117,19 +122,23 @@ class TokenStream:
     """
 
     def __init__(self, config: DataConfig, seq_len: int) -> None:
-        problems = check_source(config, seq_len)
+        files, problems = _look(config)
+        contents: list[NDArray[np.uint8]] = []
+        for path in files:
+            try:
+                contents.append(_content(path, mapped=len(files) == 1))
+            except OSError as error:
+                problems.append(_unreadable(path, error))
+        sizes = [len(content) for content in contents]
+        problems = problems or _too_short(config, sum(sizes), seq_len)
         if problems:
             raise DataError("; ".join(problems))
-        files = source_files(config)
-        if len(files) == 1:
-            self._tokens: NDArray[np.uint8] = np.memmap(files[0], dtype=np.uint8, mode="r")
-        else:
-            self._tokens = np.concatenate([np.fromfile(path, dtype=np.uint8) for path in files])
+        self._tokens = contents[0] if len(files) == 1 else np.concatenate(contents)
         self._seq_len = seq_len
         self._seed = config.shuffle_seed if config.shuffle else None
         self.sequences = (len(self._tokens) - 1) // seq_len
         """Sequences an epoch."""
-        names = "\n".join(f"{path.name} {path.stat().st_size}" for path in files)
+        names = "\n".join(f"{path.name} {size}" for path, size in zip(files, sizes, strict=True))
         digest = hashlib.blake2b(names.encode(), digest_size=7).digest()
         self.fingerprint = int.from_bytes(digest, "big")
         """Non-negative, below 2^56: fits an int64."""
@@ -173,6 +182,13 @@ class TokenStream:
                 for side in zip(*pairs, strict=True)
             )
             yield inputs, targets
+
+
+def _content(path: Path, *, mapped: bool) -> NDArray[np.uint8]:
+    """A file's bytes; ``mapped``: not read before they are wanted."""
+    if mapped and path.stat().st_size:  # nothing can't be mapped
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    return np.fromfile(path, dtype=np.uint8)
 
 
 def shuffled(index: int, count: int, seed: int, epoch: int) -> int:
