@@ -2,8 +2,9 @@
 
 Beside ``rank-00003.safetensors`` lies ``rank-00003.json`` with a digest of every chunk, so that a
 rank of another layout, which needs a few slices of many files, verifies what it reads and no
-more. Promises: a file is complete under its name or not there; what was written was read back
-from the disk before anybody is told; nothing is returned that doesn't match its digest.
+more; where that is lost the whole file is read first. Promises: a file is complete under its name
+or not there; what was written was read back from the disk before anybody is told; nothing is
+returned that doesn't match its digest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from launch.digests import (
     CHUNK,
     Payload,
     chunk_digest,
+    chunk_digests_of,
     chunks_of,
     digest_of_chunks,
     digest_of_file,
@@ -129,21 +131,16 @@ class RankFileReader:
     """Random access to a rank's file; reads and verifies the chunks that it is asked for."""
 
     def __init__(self, folder: Path, file: RankFile) -> None:
-        """Raises OSError, or DamagedFileError when the digests aren't those of the manifest."""
+        """Raises OSError, or DamagedFileError when the file has no digests of the manifest's."""
         path = folder / file.name
         self._file = file
-        try:
-            told = json.loads(read_small(_note(path)))
-            self._digests = [bytes.fromhex(chunk) for chunk in told["digests"]]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise DamagedFileError(f"{_note(path).name}: {error}") from error
-        chunks = -(-file.nbytes // CHUNK)
-        if (
-            len(self._digests) != chunks
-            or digest_of_chunks(self._digests) != file.digest
-            or path.stat().st_size != file.nbytes
-        ):
-            raise DamagedFileError(f"{file.name} or its digests aren't what was written")
+        self._digests = _noted(path)
+        if digest_of_chunks(self._digests) != file.digest:
+            # The note is lost; the file itself may be whole.
+            with os.fdopen(open_regular(path), "rb") as stream:
+                self._digests = chunk_digests_of(stream)
+        if digest_of_chunks(self._digests) != file.digest or path.stat().st_size != file.nbytes:
+            raise DamagedFileError(f"{file.name} isn't what was written")
         self._descriptor = open_regular(path)
         self._cache: OrderedDict[int, bytes] = OrderedDict()
 
@@ -199,6 +196,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _noted(path: Path) -> list[bytes]:
+    """The digests that were written beside a file; none if they can't be read."""
+    try:
+        told = json.loads(read_small(_note(path)))
+        return [bytes.fromhex(chunk) for chunk in told["digests"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
 
 
 def _note(path: Path) -> Path:

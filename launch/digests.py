@@ -36,7 +36,12 @@ def chunks_of(payload: Payload) -> Iterator[memoryview]:
 
 def digest_of_file(stream: BinaryIO) -> str:
     """``digest_of`` of what is left in ``stream``."""
-    return digest_of_chunks(chunk_digest(chunk) for chunk in iter(lambda: stream.read(CHUNK), b""))
+    return digest_of_chunks(chunk_digests_of(stream))
+
+
+def chunk_digests_of(stream: BinaryIO) -> list[bytes]:
+    """Those of the chunks of what is left in ``stream``."""
+    return [chunk_digest(chunk) for chunk in iter(lambda: stream.read(CHUNK), b"")]
 
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:

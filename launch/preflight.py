@@ -132,10 +132,13 @@ def judge(answer: Answer, demand: Demand, limits: Limits) -> Failure | None:
 
 
 def clock_skew_s(answer: Answer) -> float:
-    """How far the node's clock is certainly off ours: half the round trip is uncertain."""
-    middle = (answer.asked + answer.answered) / 2
-    offset = answer.probe.clock - middle
-    uncertain = (answer.answered - answer.asked) / 2
+    """How far the node's clock is certainly off ours: half the way there and back is uncertain.
+
+    The clock is read as the probe begins; what it takes from there on is no part of the way.
+    """
+    way = max(0.0, answer.answered - answer.asked - answer.probe.seconds)
+    uncertain = way / 2
+    offset = answer.probe.clock - (answer.asked + uncertain)
     certain = max(0.0, abs(offset) - uncertain)
     return certain if offset > 0 else -certain
 

@@ -289,14 +289,26 @@ class TestDamage:
             reader.read(2 * CHUNK - 1, 2 * CHUNK + 1)
         reader.close()
 
-    @pytest.mark.parametrize("victim", ["r.json", "r.safetensors"])
-    def test_digests_or_a_length_that_changed_are_refused_before_reading(
-        self, tmp_path: Path, victim: str
+    def test_a_length_that_changed_is_refused_before_reading(self, tmp_path: Path) -> None:
+        data = np.random.default_rng(0).bytes(CHUNK + 17)
+        file = checkpoint_files.write_rank_file(tmp_path, "r.safetensors", data, digest_of(data))
+        path = tmp_path / "r.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(DamagedFileError):
+            RankFileReader(tmp_path, file)
+
+    @pytest.mark.parametrize("change", [lambda told: told.replace(b'["', b'["00'), lambda _: b""])
+    def test_without_the_digests_of_its_chunks_a_file_is_read_whole_and_verified(
+        self, tmp_path: Path, change: Callable[[bytes], bytes]
     ) -> None:
         data = np.random.default_rng(0).bytes(CHUNK + 17)
         file = checkpoint_files.write_rank_file(tmp_path, "r.safetensors", data, digest_of(data))
-        path = tmp_path / victim
-        path.write_bytes(path.read_bytes().replace(b'["', b'["00')[:-1])
+        note, path = tmp_path / "r.json", tmp_path / "r.safetensors"
+        note.write_bytes(change(note.read_bytes()))
+        reader = RankFileReader(tmp_path, file)
+        assert reader.read(CHUNK - 3, CHUNK + 3).tobytes() == data[CHUNK - 3 : CHUNK + 3]
+        reader.close()
+        path.write_bytes(b"\0" + data[1:])
         with pytest.raises(DamagedFileError):
             RankFileReader(tmp_path, file)
 

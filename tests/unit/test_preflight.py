@@ -91,6 +91,12 @@ def test_half_a_round_trip_of_clock_skew_is_not_held_against_a_node() -> None:
     assert clock_skew_s(Answer(replace(HEALTHY, clock=92.0), 100.0, 110.0)) == -8.0
 
 
+def test_what_a_probe_takes_hides_no_skew() -> None:
+    slow = replace(HEALTHY, seconds=8.0)
+    assert clock_skew_s(Answer(replace(slow, clock=107.0), 100.0, 108.0)) == 7.0
+    assert clock_skew_s(Answer(replace(slow, clock=93.0), 100.0, 108.0)) == -7.0
+
+
 @given(st.integers(0, 32))
 def test_every_two_nodes_meet_once_and_no_node_is_in_two_places(nodes: int) -> None:
     met = rounds(nodes)

@@ -104,13 +104,19 @@ def test_what_it_is_of_is_told(folder: Path) -> None:
         read_manifest(folder)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "rank-00000.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("name", [MANIFEST, "rank-00000.safetensors"])
 def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(SpecError) as caught:
         check_resume_from(begins_at(folder), "job.yaml")
     assert "regular file" in str(caught.value) or "cut off" in str(caught.value)
+
+
+def test_one_in_the_place_of_a_file_s_digests_is_passed_over(folder: Path) -> None:
+    (folder / "rank-00000.json").unlink()
+    os.mkfifo(folder / "rank-00000.json")
+    check_resume_from(begins_at(folder), "job.yaml")
 
 
 @pytest.mark.parametrize("place", ["/dev/zero", "/dev/null", "/proc/self/environ"])
