@@ -61,7 +61,7 @@ class AttemptStarter:
         """Start the workers of the attempt that the supervisor was started for."""
         self._start_workers(self._job.attempt.resume)
 
-    def next(self, reason: str, now: float) -> None:
+    def next(self, reason: str) -> None:
         """End the ranks and start the next attempt."""
         job = self._job
         self._controls.over()
@@ -77,6 +77,7 @@ class AttemptStarter:
                 self._sleep(0.5)
         job.journal.begin(resume.attempt)
         job.shelf.forget()
+        now = job.clock()
         self._resize(resume, now)
         before = job.attempt.facts
         job.attempt = AttemptState(resume, job.world, now)
@@ -104,7 +105,7 @@ class AttemptStarter:
         # Before the nodes are looked at: what attempts before left behind may be what fills the
         # disk, and nothing else would ever give that space back.
         job.shelf.take_over(attempt.facts.attempt)
-        if not job.group.ready() or not self._nodes_pass(now):
+        if not job.group.ready() or not self._nodes_pass():
             return None
         try:
             master = job.group.master()
@@ -115,7 +116,7 @@ class AttemptStarter:
             job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
         if lost := job.starts.lost(points, job.journal.newest_checkpoint()):
             told = notices.nothing_to_start_from(lost)
-            self._end.finish(now, JobState.PAUSED, Cause.STATE_GONE, told)
+            self._end.finish(JobState.PAUSED, Cause.STATE_GONE, told)
             return None
         if (taken_over := job.starts.take_over(attempt, now)) is not None:
             job.decided(taken_over)
@@ -130,17 +131,18 @@ class AttemptStarter:
             backend_of(job.spec),
             environment(),
         )
-        job.journal.happened(started, now)
+        job.journal.happened(started, job.clock())
         return None
 
-    def _nodes_pass(self, now: float) -> bool:
+    def _nodes_pass(self) -> bool:
         """Whether preflight lets the ranks start; where it doesn't, other nodes are asked for."""
         job = self._job
+        now = job.clock()
         look = Look(True) if self._gate is None else self._gate.look(job.attempt.resume, now)
         if look.notice is not None:
             job.journal.happened(look.notice, now)
             if not look.passed:
-                self.next(look.notice.message, now)
+                self.next(look.notice.message)
         return look.passed
 
     def starts_at(self, start: int, now: float) -> None:

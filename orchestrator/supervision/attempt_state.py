@@ -89,6 +89,11 @@ class AttemptState:
             lr_scale=action.lr_scale,
         )
 
+    def held_up(self, seconds: float) -> None:
+        """What its start took of the supervisor itself, for a disk or the store, is no time of the
+        ranks."""
+        self._started += seconds
+
     def step_limit_s(self) -> float:
         """Seconds that the next step may take."""
         return step_timeout_s(self._policy, self.step_times)

@@ -53,13 +53,13 @@ class Floor(Protocol):
     def post(self, order: Order) -> int:
         """Send a command to the ranks; its number."""
 
-    def go_back(self, action: Action, now: float) -> int:
+    def go_back(self, action: Action) -> int:
         """Send the ranks to their own snapshots; the command's number."""
 
-    def next_attempt(self, reason: str, now: float) -> None:
+    def next_attempt(self, reason: str) -> None:
         """End the ranks and start anew."""
 
-    def pause(self, reason: str, control: Control, now: float) -> None:
+    def pause(self, reason: str, control: Control) -> None:
         """Stop the ranks after a checkpoint, and with them the job."""
 
 
@@ -152,15 +152,15 @@ class ControlRoom:
             return
         match action.kind:
             case "pause":
-                self._floor.pause(action.reason, control, now)
+                self._floor.pause(action.reason, control)
             case "exchange_auto":
                 self._desk.measure(control)
                 self._floor.post(SetExchange("auto"))
             case "rollback" if action.in_place:
-                self._desk.posted(control, self._floor.go_back(action, now))
+                self._desk.posted(control, self._floor.go_back(action))
             case "rollback":
                 self._desk.restart(control)
-                self._floor.next_attempt(action.reason, now)
+                self._floor.next_attempt(action.reason)
             case _ if action.exchange is not None:
                 self._desk.posted(control, self._floor.post(SetExchange(action.exchange)))
             case _:

@@ -57,20 +57,20 @@ class Decisions:
             case "early_fallback":
                 job.post(SetPrecision(dict(action.precision)))
             case "fail":
-                self._end.finish(now, JobState.FAILED, Cause.ERROR, action.reason)
+                self._end.finish(JobState.FAILED, Cause.ERROR, action.reason)
             case "pause" if action.to_step is not None and not action.in_place:
                 # A checkpoint of a state that is gone back from would push out good ones.
-                self._end.finish(now, JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
+                self._end.finish(JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
             case "pause":
                 if action.to_step is not None:
-                    job.go_back(action, now)
-                self._end.stop(now, JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
+                    job.go_back(action)
+                self._end.stop(JobState.PAUSED, Cause.BUDGET_SPENT, action.reason)
             case _ if action.in_place:
                 job.way_back = way
-                job.go_back(action, now)
+                job.go_back(action)
             case _:
                 job.way_back = way
-                self._starter.next(action.reason, now)
+                self._starter.next(action.reason)
 
     def calm(self, now: float) -> None:
         """Layers, and the gradient exchange, that were quiet long enough go back to FP8."""
@@ -94,14 +94,14 @@ class Decisions:
             back = action.exchange
             job.post(SetExchange(back) if back else SetPrecision(dict(action.precision)))
 
-    def go_back_elsewhere(self, why: str, now: float) -> None:
+    def go_back_elsewhere(self, why: str) -> None:
         """A way back that is stored, and that the ranks can't take, is the next attempt's."""
         job = self._job
         assert job.attempt.under_way is not None
         told = notices.way_back_missed(why, job.attempt.under_way[1].to_step)
-        job.journal.happened(told, now)
+        job.journal.happened(told, job.clock())
         job.way_back = None if job.way_back is None else job.way_back.elsewhere()
-        self._starter.next(told.message, now)
+        self._starter.next(told.message)
 
     def take_in(self, action: Action) -> None:
         """Store what a person asked for, and build on it from here on."""

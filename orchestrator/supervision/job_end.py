@@ -37,7 +37,6 @@ class JobEnd:
 
     def stop(
         self,
-        now: float,
         state: JobState,
         cause: Cause,
         reason: str,
@@ -47,11 +46,11 @@ class JobEnd:
         job = self._job
         nothing_new = job.phase is Phase.LAUNCHING or not job.attempt.trains
         if nothing_new or any(end.how != "done" for end in job.group.ended()):
-            self.finish(now, state, cause, reason)
+            self.finish(state, cause, reason)
             return
         job.attempt.ended_since = None
         job.post(Stop(reason, checkpoint=True))
-        job.standing = Stopping(Ending(state, cause, reason, now + STOP_S, control))
+        job.standing = Stopping(Ending(state, cause, reason, job.clock() + STOP_S, control))
 
     def watch(self, ending: Ending, now: float, *, cancelled: bool) -> str | None:
         """End the job once its ranks have stopped; ``cancelled``: whatever is lost with that.
@@ -73,25 +72,25 @@ class JobEnd:
             return None
         if ending.control is not None:
             if not note and job.attempt.facts.step + 1 == job.spec.training.steps:
-                self.complete(ended, now)
+                self.complete(ended)
                 return None
             if not cancelled and not job.all_on_disk():
                 return note or why_no_checkpoint(ended, job.shelf)
-        self.finish(now, ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
+        self.finish(ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
         return None
 
     def drained(self, ended: Sequence[RankEnd], now: float) -> bool:
         """Whether all that the ended ranks had to report is here, or won't come any more."""
         job = self._job
         attempt = job.attempt
-        attempt.ended_since = attempt.ended_since or now
+        attempt.ended_since = attempt.ended_since or job.clock()
         steps = max((end.result.step for end in ended if end.result), default=0)
         # A rank's last reports come before its end, and may have come since the pass began.
         complete = attempt.facts.step + 1 >= steps and not job.shelf.waiting()
         complete = complete and self._inbox.empty
         return complete or now - attempt.ended_since > DRAIN_S
 
-    def complete(self, ended: Sequence[RankEnd], now: float) -> None:
+    def complete(self, ended: Sequence[RankEnd]) -> None:
         """All steps are done."""
         job = self._job
         steps = job.spec.training.steps
@@ -99,20 +98,20 @@ class JobEnd:
         newest = job.attempt.facts.step
         if newest + 1 < steps:
             gap = notices.unrecorded(newest + 1, steps - 1)
-            job.journal.happened(gap, now)
+            job.journal.happened(gap, job.clock())
             done = f"{done} {gap.message}"
         on_disk = job.starts.steps_on_disk(job.attempt.facts.actions)
         if lost := unsaved(ended, job.shelf, steps, job.attempt.resume.job, on_disk):
             # The weights are what the job was for.
-            self.finish(now, JobState.FAILED, Cause.ERROR, f"{done} {lost}")
+            self.finish(JobState.FAILED, Cause.ERROR, f"{done} {lost}")
         else:
-            self.finish(now, JobState.SUCCEEDED, Cause.STEPS_DONE, done)
+            self.finish(JobState.SUCCEEDED, Cause.STEPS_DONE, done)
 
-    def finish(self, now: float, state: JobState, cause: Cause, message: str) -> None:
+    def finish(self, state: JobState, cause: Cause, message: str) -> None:
         """The job's end. The report comes first, so that whoever sees the state finds it."""
         job = self._job
         job.group.close()
         job.journal.write_report(state)
-        job.journal.happened(Notice("ended", message), now, (state, cause))
+        job.journal.happened(Notice("ended", message), job.clock(), (state, cause))
         job.journal.flush()
         job.standing = Over()

@@ -5,7 +5,7 @@ Promises: it decides nothing; an action is durable when ``decided`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launch.commands import Order
 from launch.rank_group import RankGroup
@@ -27,7 +27,11 @@ from orchestrator.supervision.starting_points import StartingPoints
 class JobInHand:
     """One job from one ``ResumeState`` to its end."""
 
-    def __init__(self, resume: ResumeState, group: RankGroup, journal: Journal, now: float) -> None:
+    def __init__(
+        self, resume: ResumeState, group: RankGroup, journal: Journal, clock: Callable[[], float]
+    ) -> None:
+        """``clock``: seconds since the epoch."""
+        self.clock = clock
         self.group = group
         self.journal = journal
         self.spec = resume.spec
@@ -42,7 +46,7 @@ class JobInHand:
         self.starts = StartingPoints(group, self.shelf, resume.spec, self.world)
         self.way_back = left_open(resume)
         """What no step has followed yet; None: training went on."""
-        self.attempt = AttemptState(resume, self.world, now)
+        self.attempt = AttemptState(resume, self.world, clock())
         self.standing: Standing = Launching()
 
     @property
@@ -76,10 +80,10 @@ class JobInHand:
         self.group.post(command)
         return command.number
 
-    def go_back(self, action: Action, now: float) -> int:
+    def go_back(self, action: Action) -> int:
         """Every rank to its own snapshot of ``action.to_step``, as a new timeline; returns the
         command's number."""
-        order = self.attempt.go_back(action, now)
+        order = self.attempt.go_back(action, self.clock())
         self.shelf.forget()
         self.bank.rewind(order.to_step, timeline=order.timeline)
         number = self.post(order)

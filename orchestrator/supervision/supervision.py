@@ -3,9 +3,10 @@
 A pass (``step``) reads what the ranks reported (``report_reader``), then turns to what people
 asked (``control_room``), then looks at what ended, then at what is late. What becomes of it is
 decided and carried out in ``decisions``; ``attempt_starter`` starts attempts, ``job_end`` ends the
-job, and ``job_in_hand`` is what they all have of it. Promises: time is an argument; a pass never
-waits for a rank; when the controller refuses us, the ranks are ended and nothing is written any
-more.
+job, and ``job_in_hand`` is what they all have of it. Promises: a pass never waits for a rank; when
+the controller refuses us, the ranks are ended and nothing is written any more; what is given time
+is given all of it, however long a pass waits for the store or the disk: time begins by the clock
+when the wait is over, and is over by ``now``, which was read before the ranks' reports were.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Supervision:
         controller: ControllerPort,
         group: RankGroup,
         *,
-        now: float,
+        clock: Callable[[], float] = time.time,
         run_log: RunLog | None = None,
         history: JobHistory | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -71,7 +72,7 @@ class Supervision:
         self.inbox = Inbox()
         outbox = Outbox(controller, resume.job, resume.attempt)
         self._journal = Journal(resume, outbox, run_log, history)
-        self._job = JobInHand(resume, group, self._journal, now)
+        self._job = JobInHand(resume, group, self._journal, clock)
         self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
         self.restocking = Restocking(group, resume.spec.resources.standby)
         self._end = JobEnd(self._job, self.inbox)
@@ -129,16 +130,17 @@ class Supervision:
 
     # The pass.
 
-    def step(self, now: float) -> None:
-        """One pass at the time ``now``, seconds since the epoch."""
+    def step(self) -> None:
+        """One pass."""
         job = self._job
+        now = job.clock()
         try:
             if self._journal.refused is not None:
                 raise FencedError(self._journal.refused)
             self._reader.read(now)
             going = job.phase in (Phase.LAUNCHING, Phase.TRAINING)
             if self._stop_reason is not None and going:
-                self._end.stop(now, JobState.CANCELLED, Cause.ENDED, self._stop_reason)
+                self._end.stop(JobState.CANCELLED, Cause.ENDED, self._stop_reason)
             self._controls.turn(now)
             match job.standing:
                 case Launching():
@@ -156,7 +158,11 @@ class Supervision:
     def _launch(self, now: float) -> None:
         if self._failed(now) or self._late(now):
             return
-        if (lost := self._starter.launch(now)) is not None:
+        job = self._job
+        attempt, began = job.attempt, job.clock()
+        lost = self._starter.launch(now)
+        attempt.held_up(job.clock() - began)
+        if lost is not None:
             self._decisions.decide([lost], now)
 
     def _watch(self, now: float) -> None:
@@ -167,9 +173,9 @@ class Supervision:
         if len(ended) < job.world:
             return
         if why := missed(ended, job.attempt.under_way):
-            self._decisions.go_back_elsewhere(why, now)
+            self._decisions.go_back_elsewhere(why)
         elif self._end.drained(ended, now):
-            self._end.complete(ended, now)
+            self._end.complete(ended)
 
     def _failed(self, now: float) -> bool:
         """Whether ranks have failed: the attempt is over, or about to be."""
@@ -178,13 +184,13 @@ class Supervision:
         failed = [end for end in job.group.ended() if end.how != "done"]
         if not failed:
             return False
-        attempt.ended_since = attempt.ended_since or now
+        attempt.ended_since = attempt.ended_since or job.clock()
         cause = first_causes(failed)[0]
         patience = NODE_BLAME_S if blames_a_peer(cause) else BLAME_S
         if cause.how != "lost" and now - attempt.ended_since < patience:
             return True
         if why := overwritten(cause, attempt.under_way):
-            self._decisions.go_back_elsewhere(why, now)
+            self._decisions.go_back_elsewhere(why)
             return True
         if (point := job.starts.refuse(cause, attempt)) is not None:
             job.journal.happened(notices.copy_refused(point, cause.error), now)
@@ -216,7 +222,7 @@ class Supervision:
         reason = f"Training goes on from the newest state, which no checkpoint holds: {told}."
         action = drafted("restart", (), facts.history(now, ()), reason)
         self._decisions.take_in(replace(action, in_place=False, asked=control.asked))
-        self._starter.next(reason, now)
+        self._starter.next(reason)
 
     # What a control reaches (``orchestrator.supervision.control_room.Floor``).
 
@@ -250,14 +256,14 @@ class Supervision:
         """Send a command to the ranks; its number."""
         return self._job.post(order)
 
-    def go_back(self, action: Action, now: float) -> int:
+    def go_back(self, action: Action) -> int:
         """Send the ranks to their own snapshots; the command's number."""
-        return self._job.go_back(action, now)
+        return self._job.go_back(action)
 
-    def next_attempt(self, reason: str, now: float) -> None:
+    def next_attempt(self, reason: str) -> None:
         """End the ranks and start the next attempt."""
-        self._starter.next(reason, now)
+        self._starter.next(reason)
 
-    def pause(self, reason: str, control: Control, now: float) -> None:
+    def pause(self, reason: str, control: Control) -> None:
         """Stop the ranks after a checkpoint, and with them the job."""
-        self._end.stop(now, *end_of(control), reason, control)
+        self._end.stop(*end_of(control), reason, control)

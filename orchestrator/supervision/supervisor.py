@@ -117,7 +117,6 @@ class Supervisor:
                 resume,
                 controller,
                 group,
-                now=time.time(),
                 run_log=run_log(resume, past),
                 history=past,
                 gate=PreflightGate(resume.spec, partial(_begin_checks, group, self._wake)),
@@ -164,7 +163,7 @@ class Supervisor:
     def _loop(self, supervision: Supervision) -> None:
         try:
             while supervision.phase is not Phase.OVER:
-                supervision.step(time.time())
+                supervision.step()
                 supervision.inbox.wait(PASS_S)
         finally:
             # Also after an error of ours: the next supervisor must find no rank of this one.

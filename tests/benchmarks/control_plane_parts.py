@@ -418,10 +418,10 @@ def supervisor(folder: Path, steps: int, *, wandb: bool = False) -> dict[str, An
     controller = Elsewhere(job, folder)
     resume = controller.resume()
     log = run_log(resume, JobHistory()) if wandb else None
-    supervision = Supervision(resume, controller, Ranks(), now=0.0, run_log=log)
     now = 0.0
+    supervision = Supervision(resume, controller, Ranks(), clock=lambda: now, run_log=log)
     while supervision.phase is not Phase.TRAINING:
-        supervision.step(now)
+        supervision.step()
     shares = []
     for mark in _messages(steps):
         if isinstance(mark, int):
@@ -433,7 +433,7 @@ def supervisor(folder: Path, steps: int, *, wandb: bool = False) -> dict[str, An
         for message in mark:
             supervision.deliver(pickle.loads(message))
             now += 0.1 / 8
-            supervision.step(now)
+            supervision.step()
     supervision.close()
     if log is not None:
         log.finish()

@@ -264,13 +264,13 @@ def _supervise(controller: _Controller, patience: float) -> None:
     spec = controller.spec
     timeout_s = patience * (120.0 + 0.5 * spec.training.steps)
     ranks = LocalRanks(spec.snapshots.keep)
-    supervision = Supervision(controller.resume(), controller, ranks, now=time.time())
+    supervision = Supervision(controller.resume(), controller, ranks)
     ranks.deliver, ranks.wake = supervision.deliver, supervision.inbox.wake
     end = time.monotonic() + timeout_s
     try:
         while supervision.phase is not Phase.OVER:
             assert time.monotonic() < end, f"{spec.name} isn't over after {timeout_s:g} s"
-            supervision.step(time.time())
+            supervision.step()
             supervision.inbox.wait(PASS_S)
     finally:
         supervision.close()

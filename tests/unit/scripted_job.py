@@ -43,6 +43,7 @@ from orchestrator.recovery.resume import batches_of, standing
 from orchestrator.spec.job import JobSpec
 from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.preflight_gate import PreflightGate
 from orchestrator.supervision.supervision import Supervision
 
 LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down")
@@ -74,6 +75,8 @@ class ScriptedController:
         self.attempt = 1
         self.down = 0
         """Calls that will fail before it is back."""
+        self.on_down: Callable[[], None] = lambda: None
+        """What happens with each."""
         self.fenced = False
         self.order: list[str] = []
         """What was stored, in order: kinds of actions and events, states."""
@@ -88,6 +91,7 @@ class ScriptedController:
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         if self.down > 0:
             self.down -= 1
+            self.on_down()
             raise ControllerUnreachableError("restarting")
         if self.fenced or attempt != self.attempt:
             return Acknowledgement(False, f"attempt {attempt} is not the current one")
@@ -387,6 +391,9 @@ class ScriptedRanks:
 class Bench:
     """A supervisor between scripted ranks and a scripted controller, with a clock by hand."""
 
+    gate: PreflightGate | None = None
+    """Of supervisors from here on."""
+
     def __init__(self, job_dir: Path, script: Script | None = None, **sections: Any) -> None:
         self.controller = ScriptedController(spec(**sections), job_dir)
         self.ranks = ScriptedRanks(script or Script())
@@ -398,14 +405,28 @@ class Bench:
     def take_over(self, resume: ResumeState) -> None:
         """A supervisor that starts from ``resume``."""
         self.supervision = Supervision(
-            resume, self.controller, self.ranks, now=self.now, sleep=self.pauses.append
+            resume,
+            self.controller,
+            self.ranks,
+            clock=lambda: self.now,
+            sleep=self.pauses.append,
+            gate=self.gate,
         )
         self.ranks.deliver = self.supervision.deliver
 
     def step(self, seconds: float = 0.1) -> None:
         """One pass of the supervisor."""
         self.now += seconds
-        self.supervision.step(self.now)
+        self.supervision.step()
+
+    def store_away(self, seconds: float) -> None:
+        """From now on nothing can be stored, until whoever waits for it has waited ``seconds``."""
+        self.settled()
+
+        def passes() -> None:
+            self.now += seconds / 2
+
+        self.controller.down, self.controller.on_down = 2, passes
 
     def train(self, steps: int) -> None:
         """Steps of the ranks, a pass of the supervisor after each."""
