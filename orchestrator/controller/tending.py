@@ -25,7 +25,7 @@ from orchestrator.supervision import notices
 from orchestrator.supervision.ending import end_of
 
 CANCEL_GRACE_S = 60.0
-"""Seconds that a cancelled job has for its last checkpoint."""
+"""Seconds that a cancelled job's supervisor has beside those that it gives its ranks to stop."""
 FINISH_GRACE_S = 60.0
 """Seconds that a supervisor has after the job's end for the report and W&B."""
 
@@ -139,12 +139,19 @@ class Tending:
         if row.id not in self._stops:
             self._stops.add(row.id)
             self._supervisors.stop(row.id, row.reason)
-        if self._waited((row.id, "cancel"), now) > CANCEL_GRACE_S:
-            self._supervisors.kill(row.id)
-            reason = f"{row.reason}; the ranks didn't end within {CANCEL_GRACE_S:.0f} s"
-            self._store.change(row.id, Cause.ENDED, reason, now)
-            return True
-        return False
+        waited = self._waited((row.id, "cancel"), now)
+        if waited <= CANCEL_GRACE_S or waited <= (given := self._given_to_stop(row)):
+            return False
+        self._supervisors.kill(row.id)
+        reason = f"{row.reason}; the ranks didn't end within {given:.0f} s"
+        self._store.change(row.id, Cause.ENDED, reason, now)
+        return True
+
+    def _given_to_stop(self, row: JobRow) -> float:
+        """Seconds: a last checkpoint may take minutes, which its supervisor says as it begins; one
+        that has not said so by the end of the grace doesn't do what it is asked."""
+        told = self._store.past.events_of_attempt(row.id, row.attempt, notices.STOPPING)
+        return CANCEL_GRACE_S + sum(event["detail"]["given_s"] for event in told[-1:])
 
     def clear(self, row: JobRow, seen: Seen) -> bool:
         """A job that has ended or is paused: its nodes go back when its supervisor is done, and

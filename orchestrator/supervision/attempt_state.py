@@ -36,6 +36,8 @@ class AttemptState:
         """Seconds of the newest steps; empty before the attempt's first."""
         self.ended_since: float | None = None
         """When a rank was first seen to have ended."""
+        self.heard = now
+        """When the newest report of its ranks was read."""
         self.under_way: UnderWay | None = None
         self._policy = resume.spec.recovery
         self._commands = 0

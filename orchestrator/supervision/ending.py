@@ -9,6 +9,10 @@ from launch.rank_group import RankEnd
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.recovery.controls import Control
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from orchestrator.supervision.stop_time import StopTime
+
+_NO_CHECKPOINT = ("no checkpoint", "copies of step")
+"""How ranks begin to say that they have none: ``launch.training``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,10 @@ class Ending:
     state: JobState
     cause: Cause
     message: str
-    deadline: float
+    began: float
+    """When the ranks were told to stop."""
+    time: StopTime
+    """What they are given for it."""
     control: Control | None = None
     """What asked for it: a pause, or room for another job."""
 
@@ -52,7 +59,7 @@ def unsaved(
 def why_no_checkpoint(ended: Sequence[RankEnd], shelf: CheckpointShelf) -> str:
     """Why a stop left none."""
     failed = [shelf.failed[1]] if shelf.failed else []
-    told = [detail for detail in _details(ended) if detail.startswith("no checkpoint")]
+    told = [detail for detail in _details(ended) if detail.startswith(_NO_CHECKPOINT)]
     return (failed + told + ["no checkpoint"])[0]
 
 

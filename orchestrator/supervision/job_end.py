@@ -1,7 +1,8 @@
 """How a job is brought to its end: its ranks stop, what they had to tell comes in, the end is told.
 
-Promises: ranks have a bounded time to end, and their last reports to come in; the report is written
-before the end is told; what only the ranks hold is not given up for a pause.
+Promises: ranks have a bounded time to end, which is told as it begins, and their last reports to
+come in; the report is written before the end is told; what only the ranks hold is not given up for
+a pause.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from orchestrator.supervision.phases import Over, Phase, Stopping
 
 DRAIN_S = 10.0
 """Seconds that the last reports may take after the ranks have ended."""
-STOP_S = 45.0
-"""Seconds that a stop may take, its checkpoint included; the controller ends us after 60."""
 
 
 class JobEnd:
@@ -50,7 +49,11 @@ class JobEnd:
             return
         job.attempt.ended_since = None
         job.post(Stop(reason, checkpoint=True))
-        job.standing = Stopping(Ending(state, cause, reason, job.clock() + STOP_S, control))
+        began = job.clock()
+        time = job.saves.stop_time(job.world, job.attempt.step_times)
+        # The controller waits as long before it ends a cancelled job by force.
+        job.journal.happened(notices.stopping(time), began)
+        job.standing = Stopping(Ending(state, cause, reason, began, time, control))
 
     def watch(self, ending: Ending, now: float, *, cancelled: bool) -> str | None:
         """End the job once its ranks have stopped; ``cancelled``: whatever is lost with that.
@@ -66,10 +69,13 @@ class JobEnd:
         elif len(ended) == job.world and self.drained(ended, now):
             late = missed(ended, job.attempt.under_way)
             note = f" ({late}: an older checkpoint is what a resume starts from)" if late else ""
-        elif now > ending.deadline:
-            note = " (ended without a checkpoint: the ranks did not stop in time)"
         else:
-            return None
+            waited, heard = now - ending.began, job.attempt.heard > ending.began
+            if not (late := ending.time.late(waited, heard=heard)):
+                return None
+            if heard:
+                job.saves.cut_off(waited)
+            note = f" (ended without a checkpoint: {late})"
         if ending.control is not None:
             if not note and job.attempt.facts.step + 1 == job.spec.training.steps:
                 self.complete(ended)

@@ -22,6 +22,7 @@ from orchestrator.supervision.attempt_state import AttemptState
 from orchestrator.supervision.journal import Journal
 from orchestrator.supervision.phases import Launching, Phase, Standing
 from orchestrator.supervision.starting_points import StartingPoints
+from orchestrator.supervision.stop_time import Saves
 
 
 class JobInHand:
@@ -44,6 +45,7 @@ class JobInHand:
         self.bank = bank_of(resume)
         """The detectors."""
         self.starts = StartingPoints(group, self.shelf, resume.spec, self.world)
+        self.saves = Saves()
         self.way_back = left_open(resume)
         """What no step has followed yet; None: training went on."""
         self.attempt = AttemptState(resume, self.world, clock())

@@ -16,7 +16,11 @@ from orchestrator.recovery.fresh_start import gave_up
 from orchestrator.recovery.way_back import WayBack
 from orchestrator.saved.resume_from import FOREIGN_ATTEMPT
 from orchestrator.supervision.attempt_state import AttemptState
+from orchestrator.supervision.stop_time import StopTime
 from parallel.precision.choice import BackendChoice
+
+STOPPING = "stopping"
+"""The kind of event that says how long the ranks have to stop."""
 
 
 def attempt_started(
@@ -108,6 +112,15 @@ def checkpoint(step: int, failed: str) -> Notice:
         message = f"The checkpoint of step {step} was not made: {failed.rstrip('.')}."
         return Notice("checkpoint_failed", message, {"step": step})
     return Notice("checkpoint_written", f"Checkpoint of step {step} written.", {"step": step})
+
+
+def stopping(time: StopTime) -> Notice:
+    """The ranks were told to stop; the controller reads how long that may take."""
+    return Notice(
+        STOPPING,
+        f"The ranks stop after {time.what_for}, for which they have {time.most_s:.0f} s.",
+        {"given_s": time.most_s, "nbytes": time.nbytes},
+    )
 
 
 def copy_failed(report: CopyFailed) -> Notice:

@@ -64,6 +64,7 @@ class ReportReader:
             attempt = job.attempt
             if job.phase is Phase.OVER or report.attempt != attempt.facts.attempt:
                 continue
+            attempt.heard = now
             match report:
                 case RankReport() | StepPart():
                     self._controls.applied(report, now)
@@ -75,8 +76,10 @@ class ReportReader:
                     if slow and attempt is job.attempt:
                         self._slow(slow, whole, now)
                 case SnapshotReport(tier="ring"):
+                    job.saves.sealed(report, now)
                     attempt.book.add(report, attempt.facts.timeline)
                 case SnapshotReport(tier="disk"):
+                    job.saves.written(report, now)
                     if report.timeline == attempt.facts.timeline and job.shelf.add(report):
                         failed = job.shelf.commit(report)
                         job.journal.happened(notices.checkpoint(report.step, failed), now)

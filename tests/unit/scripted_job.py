@@ -32,6 +32,7 @@ from launch.commands import (
 )
 from launch.digests import digest_of
 from launch.rank_group import RankEnd, Seat
+from launch.shipping import Tier
 from launch.snapshots import SnapshotKey
 from launch.stacks import Stack
 from monitoring.amax import COLUMNS, encode
@@ -166,6 +167,8 @@ class Script:
     """Step before which rank 1 holds other parameters than rank 0; they are compared at all."""
     compute: Callable[[int, int], float] = lambda rank, step: 0.04
     """Seconds that a rank spends outside of communication, by (rank, step)."""
+    nbytes: int = 10
+    """Of each rank's state."""
     disk_full: bool = False
     """No checkpoint can be written."""
     coarse: Callable[[int], bool] = lambda step: False
@@ -272,6 +275,13 @@ class ScriptedRanks:
             if self.running:
                 self._step()
 
+    def copied(self, *tiers: Tier) -> None:
+        """All report a copy of the present step."""
+        for rank in range(WORLD):
+            for tier in tiers:
+                place = (self.attempt, self.timeline, rank, self.step)
+                self.deliver([SnapshotReport(*place, tier, self.script.nbytes, "d")])
+
     def finish(self, detail: str = "") -> None:
         """All steps are done, and their checkpoint written; ``detail``: why it was not."""
         if not detail and not self.script.disk_full:
@@ -327,12 +337,8 @@ class ScriptedRanks:
 
     def _step(self) -> None:
         if self.step % 5 == 0:
+            self.copied("ring", "memory")
             for rank in range(WORLD):
-                for tier in ("ring", "memory"):
-                    report = SnapshotReport(
-                        self.attempt, self.timeline, rank, self.step, tier, 10, "d"
-                    )
-                    self.deliver([report])
                 key = SnapshotKey("scripted-000001", self.attempt, self.timeline, rank, self.step)
                 self.held.append(key)
         for rank in range(WORLD):

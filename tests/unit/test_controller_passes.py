@@ -11,10 +11,13 @@ from monitoring.job_view import JobView
 from monitoring.summary import summarize
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.controller.tending import CANCEL_GRACE_S, FINISH_GRACE_S, NoNodesError
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.placement.placement import Need, NodeCapacity, fit
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.spec.errors import SpecError
+from orchestrator.supervision.notices import stopping
+from orchestrator.supervision.stop_time import StopTime
 from tests.unit.control_plane import ControlPlane
 
 
@@ -270,6 +273,20 @@ def test_a_supervisor_that_does_not_end_is_ended(plane: ControlPlane) -> None:
     assert row.state is JobState.CANCELLED
     assert "didn't end within" in row.reason
     assert plane.supervisors.alive == {}
+
+
+def test_a_last_checkpoint_has_the_time_that_its_supervisor_told(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.controller.cancel(job, "asked")
+    plane.steps(2)
+    told = stopping(StopTime(75.0, 400.0, 10**10))
+    batch = SupervisorBatch(2, events=(EventDraft(told.kind, 0.0, told.message, told.detail),))
+    assert plane.controller.report(job, 1, batch).accepted
+    plane.steps(1, seconds=400.0)
+    assert plane.state(job) == "cancelling"
+    plane.steps(1, seconds=CANCEL_GRACE_S)
+    row = plane.store.job(job)
+    assert row.state is JobState.CANCELLED and "didn't end within 460 s" in row.reason
 
 
 def test_a_queued_job_is_cancelled_at_once(plane: ControlPlane) -> None:

@@ -26,8 +26,8 @@ from orchestrator.recovery.controls import (
 )
 from orchestrator.recovery.policy import decide, exchange_to_fp8, return_to_fp8
 from orchestrator.spec.config import RecoveryConfig
-from orchestrator.supervision.job_end import STOP_S
 from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.stop_time import LEAST_STOP_S
 from tests.unit.scripted_job import LAYERS as SCRIPTED_LAYERS
 from tests.unit.scripted_job import Bench, Make, Script, spec
 from tests.unit.test_recovery import DOWN, LAYERS, history, incident
@@ -472,8 +472,8 @@ class TestPause:
         job.train(12)
         job.supervision.ask([control("pause")])
         job.step()
-        job.step(STOP_S + 1)
-        assert "did not stop in time" in answers(job)["k1"][1]
+        job.step(LEAST_STOP_S + 1)
+        assert "no word of the ranks in the 45 s" in answers(job)["k1"][1]
         assert job.controller.kinds() == ["pause", "restart"]
 
     def test_while_ranks_start_it_waits_for_what_only_memory_has(self, bench: Make) -> None:

@@ -36,8 +36,8 @@ from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.recovery.policy import decide
 from orchestrator.spec.config import RecoveryConfig
-from orchestrator.supervision.job_end import STOP_S
 from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.stop_time import LEAST_STOP_S
 from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
 from tests.unit.test_recovery import incident
@@ -767,7 +767,7 @@ class TestEnd:
         job.train(8)
         job.supervision.ask_stop("cancelled by a user")
         job.step()
-        job.step(STOP_S - 1.0)
+        job.step(LEAST_STOP_S - 1.0)
         assert job.supervision.phase is Phase.STOPPING
         job.step(2.0)
         assert job.controller.states[-1] == ("cancelled", "ENDED") and job.ranks.closed
