@@ -25,8 +25,9 @@ from orchestrator.placement.placement import need_of
 from orchestrator.spec.errors import Problem, SpecError
 from orchestrator.spec.job import JobSpec, load_spec, spec_data
 
-CANCEL_S = 20.0
-"""Seconds that an interrupted job has to save a checkpoint and its summary."""
+CANCEL_S = 720.0
+"""Seconds that an interrupted job has to save a checkpoint and its summary: longer than any stop
+takes, for who has no time for that interrupts again."""
 
 
 def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) -> int:

@@ -33,9 +33,9 @@ CHANGE = "`octavo down` first to change that"
 ELSEWHERE = f"name a folder that you may write to, with --home or ${HOME_VARIABLE}"
 RUNS = ("starting", "running", "recovering")
 """States of jobs that have something to end."""
-DOWN_S = 75.0
-"""Seconds that jobs have to save their last checkpoints: the controller ends their ranks
-after 60."""
+DOWN_S = 720.0
+"""Seconds that jobs have to save their last checkpoints: longer than their supervisors, and the
+controller by force, let any stop take."""
 
 
 def bring_up(

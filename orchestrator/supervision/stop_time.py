@@ -47,10 +47,10 @@ class StopTime:
     def late(self, waited_s: float, *, heard: bool) -> str:
         """Why nobody waits any longer; empty while somebody does. ``heard``: whether any word of
         the ranks came since their command."""
-        if waited_s > self.most_s:
-            return f"the ranks did not stop in the {self.most_s:.0f} s given for {self.what_for}"
         if not heard and waited_s > self.silent_s:
             return f"no word of the ranks in the {self.silent_s:.0f} s after they were told to stop"
+        if waited_s > self.most_s:
+            return f"the ranks did not stop in the {self.most_s:.0f} s given for {self.what_for}"
         return ""
 
 

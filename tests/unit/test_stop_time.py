@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from launch.commands import SnapshotReport
+from launch.training import WRITE_TIMEOUT_S
+from orchestrator.cli.run import CANCEL_S
+from orchestrator.cli.up import DOWN_S
+from orchestrator.controller.tending import CANCEL_GRACE_S
 from orchestrator.recovery.controls import Control
 from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
@@ -172,6 +176,11 @@ def test_ranks_that_gave_up_on_their_disk_say_so_in_the_refusal(bench: Make) -> 
     job.ranks.finish("copies of step 12 were still on their way at the end")
     job.step()
     assert "copies of step 12 were still on their way" in refusal(job)
+
+
+def test_who_waits_for_a_stop_waits_longer_than_it_may_take() -> None:
+    assert min(DOWN_S, CANCEL_S) > END_TIMEOUT_S + CANCEL_GRACE_S
+    assert END_TIMEOUT_S > WRITE_TIMEOUT_S, "ranks that give up say why"
 
 
 def test_all_ranks_bytes_are_known_from_their_snapshots(bench: Make) -> None:
