@@ -34,6 +34,9 @@ class Demand:
     """The job's directory."""
     on_gpu: bool
     transformer_engine: bool
+    snapshot_bytes: int = 0
+    """Of the node's memory, for its ranks' snapshots and the copies of others'; 0: unknown, or held
+    there already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class Probe:
     matmul_error: str = ""
     cast_error: str = ""
     seconds: float = 0.0
+    host_bytes: int = 0
+    """Free memory of the node itself, on GPU too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,13 @@ def judge(answer: Answer, demand: Demand, limits: Limits) -> Failure | None:
         return Failure(
             f"{_gb(probe.memory_bytes)} of memory free, and its ranks' state alone takes "
             f"{_gb(demand.memory_bytes)}",
+            True,
+        )
+    beside = 0 if demand.on_gpu else demand.memory_bytes
+    if demand.snapshot_bytes and probe.host_bytes < demand.snapshot_bytes + beside:
+        return Failure(
+            f"{_gb(probe.host_bytes)} of memory free, and beside its ranks' state their snapshots "
+            f"take {_gb(demand.snapshot_bytes)} there (snapshots.keep, snapshots.replicas)",
             True,
         )
     return None

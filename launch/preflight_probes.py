@@ -103,6 +103,7 @@ def probe_node(demand: Demand, here: str) -> Probe:
         matmul_error=matmul_error,
         cast_error=cast_error,
         seconds=time.perf_counter() - started,
+        host_bytes=free_bytes(),
     )
 
 

@@ -103,6 +103,8 @@ class JobMemory:
     """Bytes of one snapshot of a rank of each stage."""
     host: int
     """Snapshots on the node that holds most, in its memory."""
+    host_least: int
+    """On the one that holds least."""
     checkpoint: int
     """One checkpoint on disk: every rank writes its own state."""
 
@@ -121,10 +123,12 @@ def job_memory(spec: JobSpec) -> JobMemory:
     ranks = {key: rank_memory(spec, i) for key, i in alike.items()}
     snapshots = {stage: snapshot_bytes(spec, i) for (stage, _), i in alike.items()}
     of_stages = tuple(snapshots[stage] for stage in cut)
+    on_nodes = host_bytes(spec, of_stages)
     return JobMemory(
         tuple(ranks[stage, _under_way(spec, i)] for i, stage in enumerate(cut)),
         of_stages,
-        host_bytes(spec, of_stages),
+        max(on_nodes),
+        min(on_nodes),
         sum(of_stages) * degrees.tensor * (degrees.data or 1),
     )
 
@@ -230,8 +234,8 @@ def snapshot_bytes(spec: JobSpec, stage: int) -> int:
     return state + feedback + _scaling_state(spec, here.layers)
 
 
-def host_bytes(spec: JobSpec, snapshots: Sequence[int]) -> int:
-    """Of all snapshots on the node that holds most of them.
+def host_bytes(spec: JobSpec, snapshots: Sequence[int]) -> tuple[int, ...]:
+    """Of all snapshots on a node; of each kind of nodes that there is, by what they hold.
 
     ``snapshots``: of a rank of each stage. Nodes have consecutive ranks, and a node's partners are
     the next ones.
@@ -251,13 +255,13 @@ def host_bytes(spec: JobSpec, snapshots: Sequence[int]) -> int:
     # Nodes amid the ranks of one stage, as the nodes before them are, are all alike.
     starts = (stage * of_stage // per_node for stage in range(degrees.pipeline))
     nodes = {(start + n) % spec.num_nodes for start in starts for n in range(copies + 2)}
-    worst = 0
-    for node in nodes:
+    found = []
+    for node in sorted(nodes):
         # What a node holds follows from itself and the ``copies`` nodes before it.
         ring = [own((node - n) % spec.num_nodes) for n in range(copies, -1, -1)]
         states = [RankState(i, nbytes, 0) for i, nbytes in enumerate(ring)]
-        worst = max(worst, memory_needed(states, copies, spec.snapshots.keep, copies))
-    return worst
+        found.append(memory_needed(states, copies, spec.snapshots.keep, copies))
+    return tuple(found)
 
 
 def takes_buckets(spec: JobSpec) -> bool:

@@ -62,7 +62,7 @@ class PreflightGate:
             self._attempt = resume.attempt
             config = self._config
             limits = Limits(config.max_clock_skew_s, config.min_bandwidth_mbit_s)
-            demand = demand_of(self._spec, resume.job_dir)
+            demand = demand_of(self._spec, resume.job_dir, joins=bool(self._passed))
             self._running = self._begin(here, newcomers, demand, limits, now, config.timeout_s)
         verdict = self._running.verdict(now)
         if verdict is None:
@@ -91,21 +91,24 @@ def told(verdict: Verdict, addresses: Mapping[str, str]) -> Notice:
     return Notice("preflight", message, detail)
 
 
-def demand_of(spec: JobSpec, folder: str) -> Demand:
+def demand_of(spec: JobSpec, folder: str, *, joins: bool = False) -> Demand:
     """What a completed job asks of each of its nodes, as far as its spec tells: a factory's model
     has a size that only its ranks know.
 
     Of memory only what is certain: weights, masters, moments and gradients. On CPU the mean of its
-    nodes, where stages differ.
+    nodes, where stages differ. ``joins``: the node takes the place of one that the job had, and
+    holds no copies of its snapshots yet: it needs room for them too, or all ranks would refuse to
+    start, as they do on the job's first nodes, with what to change.
     """
     degrees, on_gpu = spec.parallelism, spec.gpus_per_node is not None
-    memory, disk = 0, 0
+    memory, disk, snapshots = 0, 0, 0
     if spec.model.factory is None:
         foretold = job_memory(spec)
         states = [rank.state for rank in foretold.stages]
         of_stage = degrees.tensor * (degrees.data or 1)
         memory = max(states) if on_gpu else sum(states) * of_stage // spec.num_nodes
         disk = foretold.checkpoint
+        snapshots = foretold.host_least if joins else 0
     return Demand(
         ranks=slots_per_node(spec),
         memory_bytes=memory,
@@ -113,4 +116,5 @@ def demand_of(spec: JobSpec, folder: str) -> Demand:
         folder=folder,
         on_gpu=on_gpu,
         transformer_engine=spec.fp8.backend == "transformer_engine" and spec.precision == "fp8",
+        snapshot_bytes=snapshots,
     )

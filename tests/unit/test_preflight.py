@@ -80,6 +80,16 @@ def test_a_fault_is_told_with_what_was_found_and_whether_other_jobs_may_run_ther
     assert failure.for_this_job is for_this_job
 
 
+def test_a_node_that_joins_has_room_for_the_snapshots_beside_the_state() -> None:
+    joining = replace(DEMAND, snapshot_bytes=500)
+    failure = found(joining, host_bytes=1499)
+    assert failure is not None and failure.for_this_job and "their snapshots take" in failure.reason
+    assert found(joining, host_bytes=1500) is None
+    on_gpu = replace(joining, on_gpu=True)
+    assert found(on_gpu, devices=2, host_bytes=500) is None, "the state is on the devices"
+    assert found(on_gpu, devices=2, host_bytes=499) is not None
+
+
 def test_too_few_devices_are_this_jobs_trouble() -> None:
     failure = found(replace(DEMAND, on_gpu=True), devices=1)
     assert failure == Failure("1 devices for 2 ranks", True)
@@ -314,10 +324,12 @@ class Asked:
 
     def __init__(self) -> None:
         self.newcomers: list[set[str]] = []
+        self.demands: list[Demand] = []
         self.said: Verdict | None = None
 
-    def begin(self, seats: list[Seat], newcomers: set[str], *_: object) -> Asked:
+    def begin(self, seats: list[Seat], newcomers: set[str], demand: Demand, *_: object) -> Asked:
         self.newcomers.append(newcomers)
+        self.demands.append(demand)
         return self
 
     def verdict(self, now: float) -> Verdict | None:
@@ -340,7 +352,9 @@ def test_each_node_is_checked_once_and_a_failing_one_is_named(tmp_path: Path) ->
     assert gate.look(first, 0.4).notice is None
     moved = replace(first, attempt=2, nodes=(nodes[0], nodes[2]))
     asked.said = Verdict({"node2": Failure("its clock is off", False)}, 0.2, 2)
+    assert not asked.demands[0].snapshot_bytes
     look = gate.look(moved, 1.0)
+    assert asked.demands[1].snapshot_bytes, "what joins a job holds no copies yet"
     assert not look.passed and look.notice is not None
     assert look.notice.message == "Preflight failed on 10.0.0.2 (node2): its clock is off."
     assert look.notice.detail["failed"] == {
@@ -371,6 +385,10 @@ def test_a_models_demand_is_its_state_and_what_its_ranks_write(tmp_path: Path) -
     # Weights and gradients of each replica, masters and moments of both together.
     assert demand.memory_bytes == pytest.approx((2 + 6) * data * count + 12 * count, rel=1e-6)
     assert demand.disk_bytes == pytest.approx(2 * data * count + 12 * count, rel=1e-6)
+    assert demand.snapshot_bytes == 0, "the ranks of the first attempt say what to change"
+    joins = demand_of(spec, "/jobs/a", joins=True).snapshot_bytes
+    # Of each rank ``keep`` + 1 in its ring, and ``keep`` with the keeper, and one on its way.
+    assert joins == pytest.approx((2 * spec.snapshots.keep + 2) * demand.disk_bytes, rel=1e-6)
 
 
 def test_ranks_start_once_their_nodes_have_passed_and_others_are_asked_for_where_not(
