@@ -3,7 +3,9 @@
 Promises: batches are numbered within the attempt and sent again until acknowledged, so
 that a restarting controller loses nothing and stores nothing twice; ``store`` returns only
 when all that was told before it is durable. When the controller refuses a batch, the
-attempt is no longer ours: ``refused`` says why, and nothing is sent any more.
+attempt is no longer ours: ``refused`` says why, and nothing is sent any more. While it is away for
+long, steps keep their numbers and the older ones lose their statistics: memory is bounded by what
+``MOST_WHOLE`` of them take, and some hundred bytes a step beyond.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from monitoring.tensor_stats import NO_TENSORS, TensorColumns
 from orchestrator.actions import Action
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
@@ -30,6 +33,9 @@ RETRY_S = (0.1, 2.0)
 """Shortest and longest wait between tries."""
 MOST_ITEMS = 256
 """Things told in one batch at most."""
+MOST_WHOLE = 1024
+"""Things that wait with all that was told of them: with 1,000 tensors a step has 400 kB."""
+NO_STATISTICS: Mapping[str, Any] = {"tensors": TensorColumns.of(NO_TENSORS).to_json()}
 
 
 class ControllerUnreachableError(ConnectionError):
@@ -59,6 +65,10 @@ class Outbox:
         self._attempt = attempt
         self._sequence = 0
         self._queue: deque[Told] = deque()
+        self._light = 0
+        """Of the queue, how many of the oldest have lost what is heavy."""
+        self._states = 0
+        """Of the queue, how many have a state of the detectors."""
         self._changed = threading.Condition()
         self._added = self._stored = 0
         self._urgent = False
@@ -72,6 +82,8 @@ class Outbox:
         """Queue; returns at once, with the number of things told so far."""
         with self._changed:
             self._queue.extend(told)
+            self._states += sum(one.detector_state is not None for one in told)
+            self._lighten()
             self._added += len(told)
             self._urgent |= urgent
             self._changed.notify_all()
@@ -106,6 +118,18 @@ class Outbox:
             self._changed.notify_all()
         self._thread.join(timeout_s)
 
+    def _lighten(self) -> None:
+        while len(self._queue) - self._light > MOST_WHOLE:
+            told = self._queue[self._light]
+            if told.step is not None:
+                told = replace(told, step={**told.step, **NO_STATISTICS})
+            if told.detector_state is not None and self._states > 1:
+                # The newest one is all that is kept of them.
+                told = replace(told, detector_state=None)
+                self._states -= 1
+            self._queue[self._light] = told
+            self._light += 1
+
     def _send_all(self) -> None:
         while (chunk := self._next_chunk()) is not None:
             self._sequence += 1
@@ -126,6 +150,8 @@ class Outbox:
             chunk: list[Told] = []
             while self._queue and len(chunk) < MOST_ITEMS:
                 told = self._queue.popleft()
+                self._light = max(0, self._light - 1)
+                self._states -= told.detector_state is not None
                 chunk.append(told)
                 if told.transition is not None:
                     break  # a batch has one transition, after all that came before it

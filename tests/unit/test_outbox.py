@@ -12,7 +12,12 @@ import pytest
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import Acknowledgement, FencedError, SupervisorBatch
-from orchestrator.supervision.outbox import ControllerUnreachableError, Outbox, Told
+from orchestrator.supervision.outbox import (
+    NO_STATISTICS,
+    ControllerUnreachableError,
+    Outbox,
+    Told,
+)
 
 RUNNING = (JobState.RUNNING, Cause.FIRST_STEP)
 DONE = (JobState.SUCCEEDED, Cause.STEPS_DONE)
@@ -137,3 +142,30 @@ def test_closing_sends_what_is_left(controller: Controller) -> None:
     box.tell(step(0))
     box.close()
     assert [b.steps for _, b in controller.batches] == [({"step": 0},)]
+
+
+def test_while_the_controller_is_away_old_steps_keep_their_numbers_and_not_their_statistics(
+    controller: Controller, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.supervision.outbox.MOST_WHOLE", 10)
+    controller.open.clear()
+    outbox.tell(step(0), urgent=True)
+    until_taken = threading.Event()
+    while outbox._queue:  # the first one is on its way
+        until_taken.wait(0.001)
+    statistics = {"names": ["a"]}
+    for number in range(1, 41):
+        told = {"step": number, "loss": 1.0, "tensors": statistics}
+        state = {"at": number} if number in (3, 7) else None
+        outbox.tell(Told(step=told, detector_state=state))
+        outbox.tell(Told(event=EventDraft("note", 0.0, str(number), {})))
+    controller.open.set()
+    assert outbox.store(timeout_s=10)
+    batches = [batch for _, batch in controller.batches[1:]]
+    steps = [row for batch in batches for row in batch.steps]
+    assert [row["step"] for row in steps] == list(range(1, 41)), "none is lost"
+    assert [row["step"] for row in steps if row["tensors"] == statistics] == list(range(36, 41))
+    assert sum(len(batch.events) for batch in batches) == 40
+    states = [batch.detector_state for batch in batches if batch.detector_state is not None]
+    assert states == [{"at": 7}], "the newest one, however old"
+    assert {"tensors": steps[0]["tensors"]} == NO_STATISTICS
