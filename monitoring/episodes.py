@@ -50,6 +50,7 @@ TROUBLES = {
     "rank_hung": "rank hung",
     "slow_rank": "slow rank",
     "supervisor_lost": "supervisor lost",
+    "preflight_failed": "preflight failed",
 }
 
 

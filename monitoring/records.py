@@ -33,6 +33,7 @@ IncidentKind = Literal[
     "rank_hung",
     "slow_rank",
     "supervisor_lost",
+    "preflight_failed",
 ]
 
 

@@ -17,10 +17,10 @@ from orchestrator.recovery.restart_budget import is_restart, restarts_spent
 from orchestrator.spec.config import RecoveryConfig
 
 LOST_RANK: frozenset[IncidentKind] = frozenset(
-    {"rank_died", "rank_hung", "slow_rank", "supervisor_lost"}
+    {"rank_died", "rank_hung", "slow_rank", "supervisor_lost", "preflight_failed"}
 )
-"""Ranks are gone, or all of them with their supervisor, or their node is to be replaced: only
-another attempt helps."""
+"""Ranks are gone, or all of them with their supervisor, or never began, or their node is to be
+replaced: only another attempt helps."""
 DIVERGENCE: frozenset[IncidentKind] = frozenset(
     {"nonfinite", "loss_spike", "slow_divergence", "grad_norm_spike"}
 )

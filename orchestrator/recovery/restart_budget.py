@@ -1,11 +1,15 @@
 """How many restarts recovery may cost, and when they no longer get a job anywhere. Pure.
 
 Promises: both are counted from stored actions; what a person asked for charges nothing, and after
-a pause or a failure that a person resumed, both are counted anew (``recovery.fresh_start``).
+a pause or a failure that a person resumed, both are counted anew (``recovery.fresh_start``); an
+attempt whose nodes failed preflight had no ranks to lose, and is in vain all the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from monitoring.records import Incident
 from orchestrator.actions import Action, History
 from orchestrator.recovery.fresh_start import since_fresh_start
 from orchestrator.spec.config import RecoveryConfig
@@ -18,13 +22,21 @@ def is_restart(action: Action) -> bool:
     )
 
 
+def before_ranks(incidents: Sequence[Incident]) -> bool:
+    """Whether an attempt ended for its nodes, before it had ranks."""
+    return bool(incidents) and all(i.kind == "preflight_failed" for i in incidents)
+
+
 def restarts_within(history: History, window_steps: int) -> int:
     """Attempts that recovery has cost in the newest ``window_steps`` steps.
 
     Steps, not seconds: they stand still while a job dies again and again.
     """
     return sum(
-        is_restart(action) and action.asked is None and history.step - action.step < window_steps
+        is_restart(action)
+        and action.asked is None
+        and not before_ranks(action.incidents)
+        and history.step - action.step < window_steps
         for action in since_fresh_start(history.actions)
     )
 
@@ -45,10 +57,12 @@ def without_progress(history: History) -> int:
     return 0 if history.step > reached else row + 1
 
 
-def restarts_spent(history: History, policy: RecoveryConfig) -> str:
-    """Why no restart is left; empty while one is."""
+def restarts_spent(
+    history: History, policy: RecoveryConfig, incidents: Sequence[Incident] = ()
+) -> str:
+    """Why no restart is left in answer to ``incidents``; empty while one is."""
     used = restarts_within(history, policy.restart_window_steps)
-    if used >= policy.max_restarts:
+    if used >= policy.max_restarts and not before_ranks(incidents):
         since = history.step - policy.restart_window_steps
         within = f" since step {since}" if since >= 0 else ""
         return f"{used} of recovery.max_restarts = {policy.max_restarts} are used{within}"

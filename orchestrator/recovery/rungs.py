@@ -396,7 +396,7 @@ class Restart:
             return PassedOver(self.kind, "no rank was lost")
         if raised_again(incidents, history):
             return PassedOver(self.kind, "the ranks raised an error twice without a step between")
-        if why := restarts_spent(history, policy):
+        if why := restarts_spent(history, policy, incidents):
             return PassedOver(self.kind, why)
         if broken:
             if earlier := repaired_within(history, policy):
@@ -450,7 +450,7 @@ class Exhausted:
         skip = touched_batches(first, history) if unstable else ()
         failing = policy.on_exhausted == "fail" or raised_again(incidents, history)
         told = "Failed" if failing else "Paused for a person"
-        why = restarts_spent(history, policy) if lost else ""
+        why = restarts_spent(history, policy, incidents) if lost else ""
         if unstable and not failing and _too_much_other_data(incidents, history, policy):
             why = "the data changes more often than recovery.max_accepted_leaps lets it"
         skipping = f"; resumed, it skips {spans(skip, 'batch', 'batches')}" if skip else ""

@@ -82,7 +82,8 @@ class RecoveryConfig(_Section):
     """Steps over which ``max_restarts`` counts: on a large cluster machines fail every day, and
     a long job would have spent any budget for life."""
     max_attempts_without_progress: int = Field(3, ge=1)
-    """Attempts in a row without a new step after which the job ends instead of looping."""
+    """Attempts in a row without a new step after which the job ends instead of looping; those that
+    preflight ended count too, and charge no restart."""
     budget_window_steps: int = Field(2000, ge=1)
     """Newest steps in which the budgets count what was done, but for ``max_lr_cuts`` and
     ``max_exchange_fallbacks``, which are for the job's life: of a long job's bad batches each is a

@@ -26,7 +26,7 @@ from orchestrator.supervision.attempt_state import AttemptState
 from orchestrator.supervision.control_room import ControlRoom
 from orchestrator.supervision.job_end import JobEnd
 from orchestrator.supervision.job_in_hand import JobInHand
-from orchestrator.supervision.lost_ranks import died
+from orchestrator.supervision.lost_ranks import died, not_begun
 from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Launching, Training
 from orchestrator.supervision.preflight_gate import Look, PreflightGate
@@ -100,12 +100,22 @@ class AttemptStarter:
         job.journal.happened(Notice(draft.kind, draft.message, dict(draft.detail)), now)
 
     def launch(self, now: float) -> Incident | None:
-        """Give the ranks out once all workers are there; the incident of a node that is gone."""
+        """Give the ranks out once all workers are there; the incident of nodes that are gone, or
+        that failed preflight."""
         job, attempt = self._job, self._job.attempt
         # Before the nodes are looked at: what attempts before left behind may be what fills the
         # disk, and nothing else would ever give that space back.
         job.shelf.take_over(attempt.facts.attempt)
-        if not job.group.ready() or not self._nodes_pass():
+        if not job.group.ready():
+            return None
+        looked = job.clock()
+        look = Look(True) if self._gate is None else self._gate.look(attempt.resume, looked)
+        if look.notice is not None:
+            job.journal.happened(look.notice, looked)
+            if not look.passed:
+                # The ladder answers: where this job fails on any node, others are no end of it.
+                return not_begun(look.notice.message, attempt.facts, looked)
+        if not look.passed:
             return None
         try:
             master = job.group.master()
@@ -133,17 +143,6 @@ class AttemptStarter:
         )
         job.journal.happened(started, job.clock())
         return None
-
-    def _nodes_pass(self) -> bool:
-        """Whether preflight lets the ranks start; where it doesn't, other nodes are asked for."""
-        job = self._job
-        now = job.clock()
-        look = Look(True) if self._gate is None else self._gate.look(job.attempt.resume, now)
-        if look.notice is not None:
-            job.journal.happened(look.notice, now)
-            if not look.passed:
-                self.next(look.notice.message)
-        return look.passed
 
     def starts_at(self, start: int, now: float) -> None:
         """Bring the detectors to the step that the attempt starts at."""

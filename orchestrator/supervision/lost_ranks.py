@@ -1,4 +1,4 @@
-"""What the ends of ranks and a silence mean, as incidents. Pure."""
+"""What the ends of ranks, a silence and ranks that never began mean, as incidents. Pure."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def hung(ranks: Sequence[int], seconds: float, facts: JobFacts, now: float, what
     told = ranks_told(ranks) if ranks else "the ranks"
     message = f"No {what} for {seconds:.0f} s; waiting for {told}"
     return _incident("rank_hung", message, tuple(ranks), {"seconds": seconds}, facts, now)
+
+
+def not_begun(told: str, facts: JobFacts, now: float) -> Incident:
+    """The incident of nodes that may not be trained on; ``told``: what preflight found."""
+    return _incident("preflight_failed", told.rstrip("."), (), {}, facts, now)
 
 
 def _incident(

@@ -37,6 +37,7 @@ from launch.preflight_probes import Meeting, meet, probe_node
 from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
 from orchestrator.node_slot import NodeSlot
+from orchestrator.recovery.restart_budget import restarts_within
 from orchestrator.spec.completion import complete
 from orchestrator.supervision.preflight_gate import PreflightGate, demand_of
 from parallel.config import FP8Config
@@ -409,5 +410,25 @@ def test_ranks_start_once_their_nodes_have_passed_and_others_are_asked_for_where
     told = job.settled()
     kinds = [event.kind for event in told.events]
     assert kinds.index("preflight_failed") < kinds.index("preflight") < kinds.index("training")
-    # It is no fault of the job's: no budget of its recovery is charged.
-    assert told.actions == []
+    # It is no fault of the job's: its restarts are not charged for it.
+    (action,) = told.actions
+    assert action.kind == "restart"
+    assert restarts_within(job.supervision.attempt.facts.history(job.now, ()), 1000) == 0
+
+
+def test_a_job_whose_attempts_all_end_in_preflight_ends_with_the_reason(bench: Make) -> None:
+    job = bench(recovery={"max_restarts": 0, "max_attempts_without_progress": 2})
+    asked = Asked()
+    job.supervision._starter._gate = PreflightGate(complete(scripted_job.spec()), asked.begin)  # type: ignore[arg-type]
+    (node,) = job.controller.resume().nodes
+    asked.said = Verdict({node.node_id: Failure("its clock is off", False)}, 0.2, 1)
+    job.step()
+    job.step()
+    told = job.settled()
+    assert told.kinds() == ["restart", "pause"] and told.attempt == 2
+    assert told.states[-1] == ("paused", "BUDGET_SPENT")
+    assert told.event("ended").message == (
+        "Paused for a person, 2 attempts in a row ended without a new step "
+        "(recovery.max_attempts_without_progress = 2): Preflight failed on 127.0.0.1 "
+        "(00000000): its clock is off."
+    )

@@ -18,6 +18,7 @@ from orchestrator.recovery.policy import (
     exchange_to_fp8,
     return_to_fp8,
 )
+from orchestrator.recovery.restart_budget import before_ranks
 from orchestrator.spec.config import RecoveryConfig
 from parallel.config import ExchangeDtype, Precision
 
@@ -36,6 +37,7 @@ KINDS: list[IncidentKind] = [
     "replica_disagreement",
     "rank_died",
     "rank_hung",
+    "preflight_failed",
 ]
 EARLY = {"projected_overflow", "underflow", "frozen_scale"}
 BUDGETS = {
@@ -227,7 +229,8 @@ class Job(RuleBasedStateMachine):
             assert sum(a.kind == kind for a in self.actions) <= getattr(self.policy, key)
         moved = sum(a.kind in ("layer_fallback", "early_fallback") for a in self.actions)
         assert moved <= self.policy.max_layer_fallbacks
-        assert restarts_of(self.actions) <= self.policy.max_restarts
+        charged = [a for a in self.actions if not before_ranks(a.incidents)]
+        assert restarts_of(charged) <= self.policy.max_restarts
 
     @invariant()
     def no_trouble_is_answered_the_same_way_more_often_in_a_row_than_allowed(self) -> None:

@@ -12,6 +12,8 @@ from orchestrator.recovery.restart_budget import restarts_spent, restarts_within
 from orchestrator.spec.config import RecoveryConfig
 from tests.unit.test_recovery import act, history, incident, why
 
+DEFAULTS = RecoveryConfig()
+
 
 def restart(step: int, **changes: object) -> Action:
     action = act(history(step), incident("rank_died", step))
@@ -58,6 +60,24 @@ def test_a_job_that_gets_nowhere_ends_with_the_reason_instead_of_looping() -> No
     # A way back that needs another attempt is one too.
     bad = history(61, actions=actions, restorable=(), fp8_layers=())
     assert act(bad, incident("loss_spike", 61)).kind == "pause"
+
+
+def test_failed_preflights_charge_no_restart_and_are_in_vain_all_the_same() -> None:
+    def failed(step: int, *before: Action, policy: RecoveryConfig = DEFAULTS) -> Action:
+        past = history(step, actions=before)
+        return act(past, incident("preflight_failed", step), policy=policy)
+
+    row = [failed(-1)]
+    row += [failed(-1, *row)]
+    assert [action.kind for action in row] == ["restart", "restart"]
+    assert restarts_within(history(-1, actions=tuple(row)), 1000) == 0
+    last = failed(-1, *row)
+    assert last.kind == "pause" and "3 attempts in a row ended without a new step" in last.reason
+    # Nor are they kept from another node where none is left for lost ranks.
+    none_left = RecoveryConfig(max_restarts=0)
+    assert failed(5, policy=none_left).kind == "restart"
+    lost = act(history(5), incident("rank_died", 5), policy=none_left)
+    assert lost.kind == "pause"
 
 
 def test_what_a_person_did_begins_the_row_anew() -> None:
