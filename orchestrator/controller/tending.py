@@ -164,6 +164,9 @@ class Tending:
         self._supervisors.kill(row.id)
         if not self._rescue.over(row):
             return False
+        if row.nodes:
+            # No attempt follows that would: what the last one showed counts as well.
+            self._desk.settle(row, now)
         self._desk.release(row)
         self._stops.discard(row.id)
         self._since = {k: t for k, t in self._since.items() if k[0] != row.id}

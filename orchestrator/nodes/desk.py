@@ -19,7 +19,7 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
-from orchestrator.nodes.notices import keeper_told, moves, resized, spare_told
+from orchestrator.nodes.notices import keeper_told, moves, not_the_nodes, resized, spare_told
 from orchestrator.placement.asks import Asks
 from orchestrator.placement.placement import (
     Barred,
@@ -37,7 +37,9 @@ from orchestrator.placement.placement import (
 )
 from orchestrator.placement.quarantine import (
     Accusation,
+    Dismissed,
     Quarantine,
+    Shared,
     accused,
     barring,
     machine_addresses,
@@ -222,15 +224,22 @@ class NodeDesk:
         drilled = self._store.past.events_of_attempt(row.id, row.attempt, "drill")
         rehearsed = {e["detail"]["rank"] for e in drilled}
         seen = self._store.past.incidents(row.id, row.attempt)
-        cases = accused(seen, row.nodes, rehearsed, addresses, row.id)
-        cases += self._failed_checks(row, addresses)
+        checks = self._failed_checks(row, addresses)
+        cases = [*accused(seen, row.nodes, rehearsed, addresses, row.id), *checks]
+        working = {seat.node_id for seat in row.nodes if not seat.spare}
+        passed = len(working - {case.node_id for case in checks})
         need = need_of(row.spec)
+        shared: list[Shared] = []
         for case in cases:
             barred = barring(self._store.nodes.quarantines(), nodes, row.id, now)
             able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
             others = [n for n in able if n.node_id not in barred and n.node_id != case.node_id]
-            found = self._store.nodes.accuse(case, self._config, len(others))
-            if isinstance(found, Quarantine):
+            found = self._store.nodes.accuse(
+                case, self._config, len(others), beside=checks, passed=passed, nodes=len(able)
+            )
+            if isinstance(found, Shared):
+                shared.append(found)
+            if not isinstance(found, Dismissed):
                 continue
             logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
             if found.news:
@@ -238,6 +247,8 @@ class NodeDesk:
                 told = f"Node {where} is not quarantined: {found.why}."
                 detail = {"node_id": case.node_id}
                 self._store.note(row.id, EventDraft("node_kept", now, told, detail))
+        for told_of in not_the_nodes(shared, now):
+            self._store.note(row.id, told_of)
 
     def mend(self, row: JobRow, now: float) -> str:
         """See to it that every rank of the job has a node; empty, or what it waits for.
@@ -280,9 +291,13 @@ class NodeDesk:
                     self._groups.give_back(row.id, plan.taken)
                     raise
                 gone = [seat for seat in plan.dropped if seat.bundle in lost]
-                self._groups.give_back(row.id, gone)
                 left = [seat for seat in plan.dropped if seat not in gone]
-                self._left.setdefault(row.id, []).extend(left)
+                # A job that fails on node after node would hold them all, and for nothing.
+                copies = self._groups.copies(row.id) if left else {}
+                empty = [s for s in left if s.bundle in copies and not copies[s.bundle].nbytes]
+                self._groups.give_back(row.id, [*gone, *empty])
+                kept = [seat for seat in left if seat not in empty]
+                self._left.setdefault(row.id, []).extend(kept)
             self._tell_stayed(row, plan, barred, now)
         return ""
 

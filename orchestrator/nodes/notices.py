@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from orchestrator.events import EventDraft
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.placement import Barred, Mended, told_node
+from orchestrator.placement.quarantine import Shared
 from orchestrator.store.rows import JobRow
 
 
@@ -51,3 +54,22 @@ def keeper_told(seat: NodeSlot, now: float) -> EventDraft:
         "gone; it has every rank's state again from the next snapshot on."
     )
     return EventDraft("keeper_started", now, message, {"node_id": seat.node_id})
+
+
+def not_the_nodes(found: Sequence[Shared], now: float) -> list[EventDraft]:
+    """What an attempt's nodes have in common failed its checks; told once for each of that."""
+    told = []
+    for look_at in dict.fromkeys(one.look_at for one in found):
+        these = [one for one in found if one.look_at == look_at]
+        last = these[-1]
+        message = (
+            f"Preflight failed alike on {last.nodes} nodes, which is hardly their fault: they are "
+            f"left out for {last.entry.job} alone. Look at {look_at}."
+        )
+        detail = {
+            "nodes": [one.entry.node_id for one in these],
+            "released": [q.node_id for one in these for q in one.taken_back],
+            "look_at": look_at,
+        }
+        told.append(EventDraft("nodes_alike", now, message, detail))
+    return told

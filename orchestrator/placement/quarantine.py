@@ -2,13 +2,15 @@
 
 A node is accused by what its ranks did (``accused``), or by preflight; what is stored of that
 decides (``judge``). Promises: every quarantine has a reason; one that the controller decided has
-an end, and a longer one each time it comes back; a job can't cost a cluster its nodes: where
-ranks of a job die on node after node, it is the job; the only node that a job could run on is
-left in use, for then nothing would be won.
+an end, and a longer one each time it comes back; a job can't cost a cluster its nodes, nor can
+the controller's own machine: where ranks of a job die on node after node, it is the job; what
+preflight says of most nodes alike is told of what they have in common, and costs that job alone
+its nodes; the only node that a job could run on is left in use, at least for other jobs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,6 +59,11 @@ class Quarantine:
     """None: until somebody releases it."""
     released_at: float | None = None
 
+    @property
+    def taken_back(self) -> bool:
+        """Whether it turned out to be no fault of the node's: as if it had never been."""
+        return self.released_at == self.since
+
     def active(self, now: float) -> bool:
         """Whether it is in force."""
         return self.released_at is None and (self.until is None or now < self.until)
@@ -74,6 +81,35 @@ class Dismissed:
     why: str
     news: bool = False
     """Whether it would have counted, which people should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An accusation that holds of so many nodes that it is what they have in common, not they."""
+
+    entry: Quarantine
+    """For the job alone."""
+    nodes: int
+    """Of which the same is said."""
+    look_at: str
+    """What a person has to look at."""
+    taken_back: tuple[Quarantine, ...]
+    """Those decided before it was known."""
+
+
+_COMMON: tuple[tuple[str, str], ...] = (
+    (r"\bclock\b", "the clock of the controller's machine"),
+    (
+        r"\blinks\b",
+        "the network between the job's nodes, and a node that is part of every link which failed",
+    ),
+    (
+        r"\bno answer\b|\bprobe failed\b",
+        "the job's storage, and the network between the controller's machine and the nodes",
+    ),
+    (r"", "what the job brings to its nodes, and what was installed on all of them of late"),
+)
+"""What a check's failures on many nodes have in common, the first pattern that is found in it."""
 
 
 def barring(
@@ -148,11 +184,18 @@ def judge(
     config: QuarantineConfig,
     *,
     others: int,
-) -> Quarantine | Dismissed:
-    """What comes of an accusation. ``past``: all of those within the window, this one included;
-    ``quarantines``: all there ever were; ``others``: nodes that could take the seat."""
-    mine = [q for q in quarantines if _same_machine(q, case)]
-    if any(q.active(case.time) and q.kind == case.kind for q in mine):
+    passed: int = 0,
+    nodes: int = 0,
+) -> Quarantine | Shared | Dismissed:
+    """What comes of an accusation.
+
+    ``past``: all of those within the window, this one and all of its attempt's included;
+    ``quarantines``: all there ever were; ``others``: nodes that could take the seat; ``passed``:
+    nodes of the attempt that preflight found nothing against; ``nodes``: those of the cluster
+    that are large enough, 0 where that isn't known.
+    """
+    machines = [q for q in quarantines if _same_machine(q, case)]
+    if any(q.active(case.time) and _holds(q, case.kind, case.job) for q in machines):
         return Dismissed("it is quarantined for that already")
     told = case.message.rstrip(". ")
     if case.kind in ("ranks_lost", "corruption", "slow") and not others:
@@ -167,21 +210,82 @@ def judge(
         elsewhere = [
             q
             for q in quarantines
-            if q.kind == case.kind and q.job == case.job and q.since > since and q not in mine
+            if q.kind == case.kind and q.job == case.job and q.since > since and q not in machines
         ]
         if elsewhere:
             why = "ranks of this job died on another node as often: it is the job"
             return Dismissed(why, news=True)
         told = f"ranks on it were lost {len(attempts)} times; the last time: {told}"
-    before = sum(q.kind == case.kind for q in mine)
-    seconds = min(_term(case, config) * 2.0**before, config.longest_s)
+    if case.kind == "preflight":
+        alike = _alike(case, past, passed, nodes)
+        if alike:
+            return _shared(case, alike, quarantines, machines, config)
+        if not others:
+            why = f"{told}; no other node has room for {case.job}, and it is left out for it alone"
+            return _left_out(case, "unfit", why, machines, config)
+    return _left_out(case, case.kind, told, machines, config)
+
+
+def check_of(message: str) -> str:
+    """Which check of preflight a failure's reason tells of, without what it measured."""
+    return re.sub(r"[\w.:/]*\d[\w.:/]*", "#", message.partition(": ")[0])
+
+
+def _alike(
+    case: Accusation, past: Sequence[Accusation], passed: int, nodes: int
+) -> list[Accusation]:
+    """The accusations that say of most nodes what ``case`` says of its own: of those that the job
+    had, or of the cluster's; none where it is alone with it, or they are few."""
+    check = check_of(case.message)
+    alike = [a for a in past if a.kind == case.kind and check_of(a.message) == check]
+    mine = [a for a in alike if a.job == case.job]
+    if nodes and _machines(alike) > max(1, nodes / 2):
+        return alike
+    return mine if _machines(mine) > max(1, passed) else []
+
+
+def _shared(
+    case: Accusation,
+    alike: Sequence[Accusation],
+    quarantines: Sequence[Quarantine],
+    machines: Sequence[Quarantine],
+    config: QuarantineConfig,
+) -> Shared:
+    """``alike``: the accusations that say the same; ``machines``: as for ``_left_out``."""
+    look_at = next(what for pattern, what in _COMMON if re.search(pattern, check_of(case.message)))
+    count = _machines(alike)
+    why = (
+        f"{case.message.rstrip('. ')}; {count} nodes failed alike, so it is left out for "
+        f"{case.job} alone: look at {look_at}"
+    )
+    by_these = [
+        q
+        for q in quarantines
+        if q.kind == case.kind
+        and q.active(case.time)
+        and any(a.job == q.job and a.time == q.since and _same_machine(q, a) for a in alike)
+    ]
+    entry = _left_out(case, "unfit", why, machines, config)
+    return Shared(entry, count, look_at, tuple(by_these))
+
+
+def _left_out(
+    case: Accusation,
+    kind: AccusationKind,
+    why: str,
+    machines: Sequence[Quarantine],
+    config: QuarantineConfig,
+) -> Quarantine:
+    """``machines``: the quarantines that the machine ever had."""
+    before = sum(_holds(q, kind, case.job) and not q.taken_back for q in machines)
+    seconds = min(_term(kind, config) * 2.0**before, config.longest_s)
     if case.rehearsed:
-        told, seconds = f"rehearsed by a drill: {told}", config.rehearsed_s
+        why, seconds = f"rehearsed by a drill: {why}", config.rehearsed_s
     return Quarantine(
         node_id=case.node_id,
         address=case.address,
-        kind=case.kind,
-        reason=f"{told[0].upper()}{told[1:]}.",
+        kind=kind,
+        reason=f"{why[0].upper()}{why[1:]}.",
         by="",
         job=case.job,
         since=case.time,
@@ -206,7 +310,18 @@ def _same_machine(entry: Quarantine | Accusation, case: Accusation) -> bool:
     return entry.node_id == case.node_id or same_address
 
 
-def _term(case: Accusation, config: QuarantineConfig) -> float:
+def _holds(entry: Quarantine, kind: AccusationKind, job: str) -> bool:
+    """Whether it is of this kind, and concerns the job."""
+    return entry.kind == kind and (kind != "unfit" or entry.job == job)
+
+
+def _machines(cases: Sequence[Accusation]) -> int:
+    """How many there are of them; Ray's id changes, and an address isn't always known."""
+    at = {case.node_id: case.address for case in cases if case.address}
+    return len({at.get(case.node_id, case.node_id) for case in cases})
+
+
+def _term(kind: AccusationKind, config: QuarantineConfig) -> float:
     terms: dict[AccusationKind, float] = {
         "ranks_lost": config.ranks_lost_s,
         "corruption": config.corruption_s,
@@ -214,4 +329,4 @@ def _term(case: Accusation, config: QuarantineConfig) -> float:
         "preflight": config.preflight_s,
         "unfit": config.unfit_s,
     }
-    return terms[case.kind]
+    return terms[kind]

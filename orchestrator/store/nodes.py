@@ -18,6 +18,7 @@ from orchestrator.placement.quarantine import (
     Accusation,
     Dismissed,
     Quarantine,
+    Shared,
     judge,
 )
 from orchestrator.spec.config import QuarantineConfig
@@ -25,6 +26,8 @@ from orchestrator.store.engine import Reads, Writes
 from orchestrator.store.rows import add_event, stored_job
 from orchestrator.store.tables import accusations, quarantines
 
+BY_CONTROLLER = "the controller, for other nodes failed alike"
+"""Who releases a node of whom it turned out that it is not its fault."""
 REMEMBERED = 1000
 """Newest quarantines that are read, beside those that nobody has released."""
 
@@ -42,11 +45,19 @@ class NodeRecords:
             return _quarantines(db)
 
     def accuse(
-        self, case: Accusation, config: QuarantineConfig, others: int
-    ) -> Quarantine | Dismissed:
+        self,
+        case: Accusation,
+        config: QuarantineConfig,
+        others: int,
+        *,
+        beside: Sequence[Accusation] = (),
+        passed: int = 0,
+        nodes: int = 0,
+    ) -> Quarantine | Shared | Dismissed:
         """Store what an attempt shows of a node, and what comes of it with its event.
 
-        Told again it changes nothing. ``others``: nodes that could take its place.
+        Told again it changes nothing. ``beside``: what the attempt shows besides, stored or not;
+        the numbers are those of ``judge``.
         """
         same = (
             accusations.c.job == case.job,
@@ -62,9 +73,17 @@ class NodeRecords:
             since = case.time - config.window_s
             recent = sa.select(accusations).where(accusations.c.time > since)
             past = [_accusation(row) for row in db.execute(recent).mappings()]
-            found = judge(case, past, _quarantines(db), config, others=others)
+            known = {_shown(one) for one in past}
+            past += [one for one in beside if _shown(one) not in known]
+            entries = _quarantines(db)
+            found = judge(case, past, entries, config, others=others, passed=passed, nodes=nodes)
             if isinstance(found, Quarantine):
                 _add(db, found, case.attempt)
+            elif isinstance(found, Shared):
+                _add(db, found.entry, case.attempt)
+                for entry in found.taken_back:
+                    # As from its beginning: the next one is no longer for it.
+                    _release(db, entry, BY_CONTROLLER, entry.since, case.time)
             return found
 
     def quarantine(self, entry: Quarantine, jobs: Sequence[tuple[str, int]]) -> None:
@@ -76,27 +95,30 @@ class NodeRecords:
 
     def release(self, entry: Quarantine, by: str, now: float) -> None:
         """It is over by the word of ``by``; the job that showed the fault is told."""
-        which = sa.and_(
-            quarantines.c.node_id == entry.node_id,
-            quarantines.c.since == entry.since,
-            quarantines.c.kind == entry.kind,
-            quarantines.c.released_at.is_(None),
-        )
         with self._writing() as db:
-            db.execute(sa.update(quarantines).where(which).values(released_at=now))
-            if entry.job:
-                told = (
-                    f"Node {_named(entry)} is released by {by}; it was quarantined: {entry.reason}"
-                )
-                detail = {"node_id": entry.node_id, "by": by}
-                attempt = stored_job(db, entry.job)["attempt"]
-                add_event(db, entry.job, attempt, EventDraft("node_released", now, told, detail))
+            _release(db, entry, by, now, now)
 
 
 def _add(db: Connection, entry: Quarantine, attempt: int) -> None:
     db.execute(sa.insert(quarantines).values(asdict(entry)))
     if entry.job:
         add_event(db, entry.job, attempt, _told(entry))
+
+
+def _release(db: Connection, entry: Quarantine, by: str, over: float, now: float) -> None:
+    """``over``: when it ends."""
+    which = sa.and_(
+        quarantines.c.node_id == entry.node_id,
+        quarantines.c.since == entry.since,
+        quarantines.c.kind == entry.kind,
+        quarantines.c.released_at.is_(None),
+    )
+    db.execute(sa.update(quarantines).where(which).values(released_at=over))
+    if entry.job:
+        told = f"Node {_named(entry)} is released by {by}; it was quarantined: {entry.reason}"
+        detail = {"node_id": entry.node_id, "by": by}
+        attempt = stored_job(db, entry.job)["attempt"]
+        add_event(db, entry.job, attempt, EventDraft("node_released", now, told, detail))
 
 
 def _told(entry: Quarantine) -> EventDraft:
@@ -138,6 +160,11 @@ def _quarantines(db: Connection) -> list[Quarantine]:
     names = [field.name for field in fields(Quarantine)]
     rows = db.execute(query.order_by(quarantines.c.id)).mappings()
     return [Quarantine(**{k: row[k] for k in names}) for row in rows]
+
+
+def _shown(case: Accusation) -> tuple[str, int, str, str]:
+    """What is stored once."""
+    return case.job, case.attempt, case.node_id, case.kind
 
 
 def _accusation(row: sa.RowMapping) -> Accusation:
