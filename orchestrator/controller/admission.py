@@ -49,10 +49,10 @@ class Admission:
         self._admitted: object = None
         """All that the last look at the queue depended on, where it led to nothing."""
 
-    def admit(self, queued: Sequence[JobRow], seen: Seen) -> bool:
+    def admit(self, seen: Seen) -> bool:
         """Give nodes to the first in the queue; who can't have them yet holds up the rest, and
         lower priorities make room for the first of these. Whether any job moved."""
-        now, holding = seen.now, seen.holding
+        now, holding, queued = seen.now, seen.holding, seen.queued
         # One look for all of them: a queue may be long.
         sight = self._desk.sight(now)
         # Some waits end by themselves, as that for a job which couldn't be preempted.

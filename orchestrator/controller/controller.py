@@ -180,7 +180,8 @@ class Controller:
         self._reconcile(now)
         rows, version = self.store.tended.all()
         asked = self.store.controls.open()
-        seen = Seen(now, [row for row in rows if row.nodes], asked, version)
+        queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]
+        seen = Seen(now, [row for row in rows if row.nodes], queued, asked, version)
         moved = False
         for row in rows:
             if row.state.holds_nodes:
@@ -188,8 +189,7 @@ class Controller:
             elif row.state is not JobState.QUEUED or row.placement_group:
                 # Also one that was resumed, or preempted, before what it held was given back.
                 moved |= bool(self._turn(row, seen, self._tending.clear))
-        queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]
-        moved |= self._admission.admit(queued, seen)
+        moved |= self._admission.admit(seen)
         self._passed_at = self._clock()
         if moved:
             self.changes.notify()

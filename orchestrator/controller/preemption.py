@@ -2,18 +2,21 @@
 
 Promises: a job is asked once an attempt for the same job, and not soon again after it could not
 save what it has trained; what it is asked is durable, as anything
-that a person asks; its supervisor writes a checkpoint first, and goes on where that can't be had.
+that a person asks; its supervisor writes a checkpoint first, and goes on where that can't be had;
+its nodes go to a job of higher priority or stay its own, whoever else waits.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from orchestrator.lifecycle import JobState
+from orchestrator.controller.seen import Seen
+from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes.desk import NodeDesk, Sight
-from orchestrator.placement.fair_queue import victims
-from orchestrator.recovery.controls import Control, in_vain
+from orchestrator.placement.fair_queue import first, victims
+from orchestrator.recovery.controls import STOPS, Control, in_vain
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
@@ -23,6 +26,10 @@ REFUSED_REST_S = 600.0
 """Seconds that a job which couldn't be saved is left in peace."""
 GROW_AFTER_S = 60.0
 """Seconds that an attempt on fewer nodes than the job wants is left in peace."""
+
+
+GROW = "grow-"
+"""How the keys begin by which a job is asked to start anew on more nodes; its attempt follows."""
 
 
 class Preemption:
@@ -44,7 +51,7 @@ class Preemption:
         Spares of less important jobs come before their ranks. ``holding``: jobs that hold nodes;
         ``asked``: what is open, by job.
         """
-        going = frozenset(r.id for r in holding if not _stays(r, asked))
+        going = frozenset(r.id for r in holding if not _stays(r, asked, row.priority))
         rows = {r.id: r for r in holding}
 
         def fits_without(jobs: frozenset[str]) -> bool:
@@ -70,21 +77,65 @@ class Preemption:
         told = ", ".join(f"{t.job} (priority {t.priority})" for t in chosen)
         return f"preempts {told} after a checkpoint"
 
-    def let_grow(self, row: JobRow, now: float) -> None:
-        """Ask a job that runs on fewer nodes than it wants to start anew on more, once an attempt.
+    def let_grow(self, row: JobRow, seen: Seen) -> None:
+        """Ask a job that runs on fewer nodes than it wants to start anew on more, once an attempt,
+        where the queue would give them to it before all that wait.
 
         Not before it has trained for a while: nodes that come and go would cost more than they
         bring.
         """
+        now = seen.now
         if row.state is not JobState.RUNNING or row.spec.resources.min_nodes is None:
+            return
+        if any(control.kind in STOPS for control in seen.asked.get(row.id, ())):
             return
         began = self._store.attempts.of(row.id)[-1]["started_at"]
         if now - began < GROW_AFTER_S or not (nodes := self._desk.could_grow(row, now)):
             return
+        if in_vain(row.id, row.state, "preempt") or self._refused(GROW, row, now):
+            return
+        # As it would stand there without its nodes.
+        anew = replace(row, nodes=())
+        others = [other for other in seen.holding if other.id != row.id]
+        if self._first([*seen.queued, anew], others, self._desk.sight(now)) is not anew:
+            return
         reason = f"{nodes} of the {row.spec.num_nodes} nodes that it wants are there"
-        if not in_vain(row.id, row.state, "preempt") and not self._refused("grow-", row, now):
-            key = f"grow-{row.attempt}"
-            self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
+        key = f"{GROW}{row.attempt}"
+        self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
+
+    def keeps_nodes(self, row: JobRow, seen: Seen) -> bool:
+        """Whether a job that is in the queue and holds nodes still goes on with them: the queue
+        has stopped it, and no job that may preempt it is there that would have what it needs."""
+        if row.state is not JobState.QUEUED or not row.nodes:
+            return False
+        came = self._store.past.newest_event(row.id, ("state",))
+        if came is None or came["detail"]["cause"] != Cause.PREEMPTED.value:
+            return False
+        if not row.asks.preemptible:
+            return True
+        sight = self._desk.sight(seen.now)
+        next_one = self._first(seen.queued, seen.holding, sight)
+        waiting = [] if next_one is None else [next_one]
+        waiting += [other for other in seen.holding if other.id in self._desk.short]
+        for other in waiting:
+            going = [r for r in seen.holding if not _stays(r, seen.asked, other.priority)]
+            if other.priority > row.priority and self._desk.fits_without(other, going, sight):
+                return False
+        return True
+
+    def _first(
+        self, queued: Sequence[JobRow], holding: Sequence[JobRow], sight: Sight
+    ) -> JobRow | None:
+        """Whose turn it is."""
+        rows = {row.id: row for row in queued}
+        found = first(
+            (row.ticket for row in queued),
+            (row.ticket for row in holding),
+            self._store.served_at(),
+            # What runs does fit.
+            lambda t: rows[t.job].state.holds_nodes or sight.fit(rows[t.job]).ever,
+        )
+        return None if found is None else rows[found.job]
 
     def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
         reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"
@@ -108,11 +159,15 @@ class Preemption:
         )
 
 
-def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]]) -> bool:
-    """Whether nothing makes the job give its nodes back soon."""
+def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]], priority: int) -> bool:
+    """Whether nothing makes the job give its nodes back soon, for one of ``priority``: what is to
+    start anew on more nodes gives its own to a more important one alone."""
     if not row.state.holds_nodes or row.state is JobState.CANCELLING:
         return False
-    return not any(control.kind in ("pause", "preempt") for control in asked.get(row.id, ()))
+    stops = [c for c in asked.get(row.id, ()) if c.kind in STOPS]
+    if any(not c.key.startswith(GROW) for c in stops):
+        return False
+    return not stops or row.priority >= priority or not row.asks.preemptible
 
 
 def _spares(row: JobRow) -> bool:

@@ -17,6 +17,8 @@ class Seen:
     """Seconds since the epoch."""
     holding: Sequence[JobRow]
     """Jobs that held nodes when the pass began."""
+    queued: Sequence[JobRow]
+    """Jobs that waited for their nodes then."""
     asked: Mapping[str, Sequence[Control]]
     """What waits for an answer, by job, oldest first."""
     version: int

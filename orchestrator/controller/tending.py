@@ -26,6 +26,8 @@ from orchestrator.supervision.ending import end_of
 
 CANCEL_GRACE_S = 60.0
 """Seconds that a cancelled job's supervisor has beside those that it gives its ranks to stop."""
+KEPT = "starts anew with the nodes that it kept"
+"""Of a job that the queue stopped, and for which nobody is there who would have its nodes."""
 FINISH_GRACE_S = 60.0
 """Seconds that a supervisor has after the job's end for the report and W&B."""
 
@@ -72,7 +74,7 @@ class Tending:
                 self._supervisors.control(row.id, seen.asked[row.id])
             self._desk.leave(row)
             self._desk.keep_up(row, now)
-            self._preemption.let_grow(row, now)
+            self._preemption.let_grow(row, seen)
             spares = self._desk.fill(row, now)
             if spares is not None:
                 self._supervisors.spares(row.id, spares)
@@ -154,8 +156,9 @@ class Tending:
         return CANCEL_GRACE_S + sum(event["detail"]["given_s"] for event in told[-1:])
 
     def clear(self, row: JobRow, seen: Seen) -> bool:
-        """A job that has ended or is paused: its nodes go back when its supervisor is done, and
-        nothing that should not be lost is in their memory alone."""
+        """A job that has ended, is paused, or was stopped by the queue: its nodes go back when its
+        supervisor is done, and nothing that should not be lost is in their memory alone; of the
+        last only where a more important job is there for them."""
         now = seen.now
         presence = self._supervisors.look(row.id, now)
         working = presence is Presence.WORKING
@@ -167,7 +170,10 @@ class Tending:
         if row.nodes:
             # No attempt follows that would: what the last one showed counts as well.
             self._desk.settle(row, now)
-        self._desk.release(row)
+        if self._preemption.keeps_nodes(row, seen):
+            self._store.change(row.id, Cause.NODES_GRANTED, KEPT, now)
+        else:
+            self._desk.release(row)
         self._stops.discard(row.id)
         self._since = {k: t for k, t in self._since.items() if k[0] != row.id}
         return True

@@ -73,6 +73,16 @@ def turns(
             yield ticket
 
 
+def first(
+    waiting: Iterable[Ticket],
+    holding: Iterable[Ticket],
+    served_at: Mapping[str, float],
+    could_fit: Callable[[Ticket], bool],
+) -> Ticket | None:
+    """Who of ``waiting`` is given nodes before all others; who can never fit holds up nobody."""
+    return next((t for t in turns(waiting, holding, served_at) if could_fit(t)), None)
+
+
 def victims(
     ticket: Ticket,
     holding: Sequence[Ticket],

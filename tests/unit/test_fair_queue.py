@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.placement.fair_queue import Ticket, in_order, victims
+from orchestrator.placement.fair_queue import Ticket, first, in_order, victims
 
 
 def ticket(job: str, user: str = "a", priority: int = 0, since: float = 0.0) -> Ticket:
@@ -33,6 +33,12 @@ def test_who_holds_less_comes_first_and_of_equals_who_was_served_longer_ago() ->
 def test_priority_comes_before_turns() -> None:
     waiting = [ticket("a0", "a", 5, 9), ticket("a1", "a", 5, 10), ticket("b0", "b", 0, 0)]
     assert names(in_order(waiting, [], {})) == ["a0", "a1", "b0"]
+
+
+def test_who_can_never_fit_is_not_the_first() -> None:
+    huge, next_one = ticket("huge", since=0), ticket("b0", since=1)
+    assert first([huge, next_one], [], {}, lambda t: t is not huge) is next_one
+    assert first([huge], [], {}, lambda t: False) is None
 
 
 tickets = st.builds(

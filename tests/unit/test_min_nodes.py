@@ -33,6 +33,28 @@ def trains(plane: ControlPlane, job: str) -> None:
     tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
 
 
+def on_one_of_two(
+    folder: Path, *, fixed: bool = True, preemptible: bool = True
+) -> tuple[ControlPlane, str]:
+    """Alice's job trains on one node of the two that it wants; the other is back and free."""
+    plane = ControlPlane(folder, 4, 4, fixed=fixed)
+    resources = {"min_nodes": 1, "preemptible": preemptible}
+    job = elastic(plane, by="alice", resources=resources)
+    trains(plane, job)
+    plane.groups.dead.add("node0")
+    plane.controller.next_attempt(job, 1, "a node died")
+    tell(plane, job, transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    plane.groups.dead.clear()
+    return plane, job
+
+
+def stopped(plane: ControlPlane, job: str) -> None:
+    """Its supervisor did as the queue asked."""
+    tell(plane, job, transition=(JobState.QUEUED, Cause.PREEMPTED))
+    plane.supervisors.done.add(job)
+
+
 class TestSpec:
     @pytest.mark.parametrize(
         ("values", "told"),
@@ -94,6 +116,67 @@ class TestNodes:
             (job, c.kind, c.key) for job, controls in plane.supervisors.asked for c in controls
         }
         assert asked == {(job, "preempt", "grow-2")}
+
+    def test_it_is_not_asked_to_where_another_user_would_be_given_the_nodes_first(
+        self, tmp_path: Path
+    ) -> None:
+        plane, job = on_one_of_two(tmp_path)
+        other = plane.submit("other", by="bob", num_nodes=2, training=BATCH)
+        plane.steps(10, seconds=GROW_AFTER_S)
+        assert plane.supervisors.asked == []
+        assert (plane.state(job), plane.state(other)) == ("running", "queued")
+
+    def test_one_that_waits_and_can_never_fit_does_not_keep_it_small(self, tmp_path: Path) -> None:
+        plane, job = on_one_of_two(tmp_path, fixed=False)
+        plane.submit("huge", by="bob", num_nodes=3)
+        plane.steps(5, seconds=GROW_AFTER_S)
+        assert {c.key for _, controls in plane.supervisors.asked for c in controls} == {"grow-2"}
+
+    def test_it_has_its_nodes_and_more_whoever_came_while_it_stopped(self, tmp_path: Path) -> None:
+        plane, job = on_one_of_two(tmp_path)
+        plane.steps(5, seconds=GROW_AFTER_S)
+        other = plane.submit("other", by="bob", num_nodes=2, training=BATCH)
+        plane.steps(2)
+        assert not plane.store.job(other).reason.endswith("to give nodes back"), "it won't"
+        stopped(plane, job)
+        plane.steps(3)
+        again = plane.supervisors.started[-1]
+        assert (again.job, again.attempt, len(again.nodes)) == (job, 3, 2)
+        assert (plane.state(job), plane.state(other)) == ("starting", "queued")
+
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_it_keeps_what_it_had_where_the_free_node_has_gone(
+        self, tmp_path: Path, restarts: bool
+    ) -> None:
+        plane, job = on_one_of_two(tmp_path)
+        plane.steps(5, seconds=GROW_AFTER_S)
+        plane.submit("small", by="bob", training=BATCH)
+        plane.submit("large", by="carol", num_nodes=2, training=BATCH)
+        plane.steps(2)
+        stopped(plane, job)
+        if restarts:
+            plane.controller = plane.new_controller()
+        plane.steps(3)
+        again = plane.supervisors.started[-1]
+        assert (again.job, [node.node_id for node in again.nodes]) == (job, ["node1"])
+
+    def test_a_more_important_job_that_came_meanwhile_has_its_nodes(self, tmp_path: Path) -> None:
+        plane, job = on_one_of_two(tmp_path)
+        plane.steps(5, seconds=GROW_AFTER_S)
+        high = plane.submit("high", by="bob", num_nodes=2, resources={"priority": 5})
+        plane.steps(2)
+        stopped(plane, job)
+        plane.steps(4)
+        assert (plane.state(job), plane.state(high)) == ("queued", "starting")
+
+    def test_one_that_must_not_be_preempted_has_them_all_the_same(self, tmp_path: Path) -> None:
+        plane, job = on_one_of_two(tmp_path, preemptible=False)
+        plane.steps(5, seconds=GROW_AFTER_S)
+        plane.submit("high", by="bob", num_nodes=2, resources={"priority": 5})
+        plane.steps(2)
+        stopped(plane, job)
+        plane.steps(4)
+        assert (plane.state(job), len(plane.store.job(job).nodes)) == ("starting", 2)
 
     def test_a_job_that_finds_fewer_nodes_at_first_begins_there(self, tmp_path: Path) -> None:
         plane = ControlPlane(tmp_path, 4)

@@ -469,6 +469,34 @@ class TestPreemption:
         assert plane.store.controls.of(low) == []
         assert plane.store.job(high).reason.endswith(f"waits for {ending} to give nodes back")
 
+    @pytest.mark.parametrize("gone", ["cancelled", "has others", "can never fit"])
+    def test_its_nodes_stay_its_own_where_the_higher_one_no_longer_waits_for_them(
+        self, tmp_path: Path, gone: str
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        low, busy = running(plane, "low", by="alice"), running(plane, "busy", by="dave")
+        third = plane.submit("third", by="bob")
+        wide = 2 if gone == "can never fit" else 1
+        high = plane.submit("high", by="carol", num_nodes=wide, resources={"priority": 5})
+        plane.steps(2)
+        asked = {job for job in (low, busy) if plane.store.controls.of(job)}
+        assert asked == ({low, busy} if wide == 2 else {busy})
+        stops, stays = (busy, low)
+        if gone == "cancelled":
+            plane.controller.cancel(high, "not needed")
+        elif gone == "has others":
+            tell(plane, stays, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+            plane.supervisors.done.add(stays)
+            plane.steps(3)
+            assert plane.state(high) == "starting"
+        else:
+            plane.groups.dead.add(where(plane, stays)[0])
+        tell(plane, stops, transition=(JobState.QUEUED, Cause.PREEMPTED))
+        plane.supervisors.done.add(stops)
+        plane.steps(3)
+        assert (plane.state(stops), plane.state(third)) == ("starting", "queued")
+        assert plane.supervisors.started[-1].job == stops
+
     def test_spares_of_a_less_important_job_go_before_its_ranks(self, tmp_path: Path) -> None:
         plane = ControlPlane(tmp_path, 4, 4)
         low = running(plane, "low", resources={"spares": 1})
