@@ -7,6 +7,7 @@ their digests. All that an attempt does goes through its own folder, ``.attempt-
     write_rank_file     (ranks) write into it
     commit_checkpoint   (supervisor, once all have) renames a step out of it
     deleting            renames into it what is to go
+    put_file            renames what is told of the job's end out of it
 
 So an attempt that was given up can change nothing any more, whatever it was in the middle of,
 and however late it wakes up: the folder that it would rename from, or to, has gone. Promises: a
@@ -129,6 +130,23 @@ def open_attempt(job_dir: Path | str, attempt: int) -> None:
 def attempt_is_open(job_dir: Path | str, attempt: int) -> bool:
     """Whether what ``open_attempt`` made is there."""
     return _own(_checkpoints(Path(job_dir)), attempt).exists()
+
+
+def put_file(job_dir: Path | str, attempt: int, name: str, text: str) -> None:
+    """Make ``text`` the file ``name`` in the job's folder, in one rename.
+
+    Raises AttemptOverError when a later attempt has the job, or OSError; the file is then as it
+    was.
+    """
+    open_attempt(job_dir, attempt)
+    root = _checkpoints(Path(job_dir))
+    beside = _own(root, attempt) / name
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(Path(job_dir) / name)
+    except FileNotFoundError:
+        _refuse_if_over(root, attempt)
+        raise
 
 
 def write_rank_file(job_dir: Path, key: SnapshotKey, payload: Payload, digest: str) -> Path:

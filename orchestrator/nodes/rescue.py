@@ -95,7 +95,7 @@ class Rescue:
                 self._store.note(job, event)
             if told:
                 # What its supervisor wrote when it ended knows nothing of this.
-                write_closing(self._view(job), Path(last.job_dir))
+                write_closing(self._view(job), Path(last.job_dir), last.attempt)
         except Exception:
             logger.exception("the newest state of %s in memory could not be looked after", job)
         self._done()

@@ -1,6 +1,7 @@
 """What is left in a job's folder when it comes to rest: ``summary.json`` and ``report.html``.
 
-Promises: a reader never sees half of a file.
+Promises: a reader never sees half of a file; what an attempt that was given up still has to say,
+however late it wakes up, never stands in place of what a later one said.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launch.checkpoints import put_file
 from monitoring.job_view import JobView
 
 LIGHT_RECORDS = 100_000
@@ -17,19 +19,14 @@ WHOLE_RECORDS = 512
 """Those of them whose per-tensor statistics it has."""
 
 
-def write_closing(view: JobView, folder: Path) -> dict[str, Any]:
-    """Write both; the summary. Raises OSError."""
+def write_closing(view: JobView, folder: Path, attempt: int) -> dict[str, Any]:
+    """Write both, as ``attempt``; the summary. Raises OSError, and AttemptOverError where a later
+    attempt has the job."""
     from monitoring.report import render_report
     from monitoring.summary import summarize
 
     summary = summarize(view)
-    _write(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    _write(folder / "report.html", render_report(view))
+    told = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+    put_file(folder, attempt, "summary.json", told)
+    put_file(folder, attempt, "report.html", render_report(view))
     return summary
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace the file in one go."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -1,7 +1,7 @@
 """How a job is brought to its end: its ranks stop, what they had to tell comes in, the end is told.
 
 Promises: ranks have a bounded time to end, which is told as it begins, and their last reports to
-come in; the report is written before the end is told; what only the ranks hold is not given up for
+come in; the report is written once the end is stored; what only the ranks hold is not given up for
 a pause.
 """
 
@@ -114,10 +114,11 @@ class JobEnd:
             self.finish(JobState.SUCCEEDED, Cause.STEPS_DONE, done)
 
     def finish(self, state: JobState, cause: Cause, message: str) -> None:
-        """The job's end. The report comes first, so that whoever sees the state finds it."""
+        """The job's end, and then its report: a job that is another's gets none from us. Raises
+        FencedError."""
         job = self._job
         job.group.close()
-        job.journal.write_report(state)
         job.journal.happened(Notice("ended", message), job.clock(), (state, cause))
         job.journal.flush()
+        job.journal.write_report(state)
         job.standing = Over()

@@ -68,6 +68,7 @@ class Journal:
         past = history or JobHistory()
         self._secrets = secrets_of(os.environ)
         self._resume = resume
+        self._attempt = resume.attempt
         self._outbox = outbox
         self._run_log = run_log
         self._light: deque[StepRecord] = deque(
@@ -161,6 +162,7 @@ class Journal:
 
     def begin(self, attempt: int) -> None:
         """Speak for the next attempt."""
+        self._attempt = attempt
         self._outbox.begin(attempt)
 
     def view(self, state: JobState) -> JobView:
@@ -180,10 +182,12 @@ class Journal:
         )
 
     def write_report(self, state: JobState) -> None:
-        """``summary.json`` and ``report.html`` in the job's directory, and W&B's end."""
+        """``summary.json`` and ``report.html`` in the job's directory, and W&B's end; once the
+        job's end is stored, for whoever lost the job has nothing to say of it."""
         summary: dict[str, Any] | None = None
         try:
-            summary = write_closing(self.view(state), Path(self._resume.job_dir))
+            folder = Path(self._resume.job_dir)
+            summary = write_closing(self.view(state), folder, self._attempt)
         except Exception:
             # A full disk or a wrong number in a report is no reason to lose the job's end.
             logger.exception("the report of %s could not be written", self._resume.job)

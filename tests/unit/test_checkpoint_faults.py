@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from launch.checkpoints import (
     list_checkpoints,
     newest_checkpoint,
     open_attempt,
+    put_file,
     read_rank_file,
     verify_checkpoint,
     write_rank_file,
@@ -142,6 +144,22 @@ class TestFencing:
         assert commit_checkpoint(tmp_path, 10, 2, RANKS).attempt == 2
         with pytest.raises(AttemptOverError):
             write(tmp_path, 10, attempt=1)
+
+    @pytest.mark.parametrize("call", ["mkdir", "write_text", "replace"])
+    def test_a_takeover_while_a_file_is_put_leaves_the_later_attempts_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        own = getattr(Path, call)
+
+        def late(path: Path, *args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(Path, call, own)
+            put_file(tmp_path, 2, "summary.json", "later")
+            return own(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, call, late)
+        with pytest.raises(AttemptOverError, match="attempt 1 is over: attempt 2"):
+            put_file(tmp_path, 1, "summary.json", "earlier")
+        assert (tmp_path / "summary.json").read_text() == "later"
 
 
 class TestFullDisk:

@@ -127,7 +127,7 @@ class TestNodes:
         assert (plane.state(job), plane.state(other)) == ("running", "queued")
 
     def test_one_that_waits_and_can_never_fit_does_not_keep_it_small(self, tmp_path: Path) -> None:
-        plane, job = on_one_of_two(tmp_path, fixed=False)
+        plane, _ = on_one_of_two(tmp_path, fixed=False)
         plane.submit("huge", by="bob", num_nodes=3)
         plane.steps(5, seconds=GROW_AFTER_S)
         assert {c.key for _, controls in plane.supervisors.asked for c in controls} == {"grow-2"}

@@ -39,7 +39,7 @@ from orchestrator.spec.config import RecoveryConfig
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.stop_time import LEAST_STOP_S
 from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
-from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
+from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script, ScriptedRanks
 from tests.unit.test_recovery import incident
 
 
@@ -707,6 +707,42 @@ class TestEnd:
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert summary["state"] == "succeeded" and summary["steps"] == 12
         assert (tmp_path / "report.html").stat().st_size > 0
+
+    def test_an_end_that_the_store_refuses_leaves_no_report(
+        self, bench: Make, tmp_path: Path
+    ) -> None:
+        job = bench(training={"steps": 12})
+        job.train(12)
+        job.settled()
+        job.controller.fenced = True
+        job.ranks.finish()
+        job.step()
+        assert job.supervision.phase is Phase.OVER
+        assert not (tmp_path / "summary.json").exists()
+        assert not (tmp_path / "report.html").exists()
+
+    def test_a_supervisor_that_slept_through_the_next_attempt_leaves_its_report_alone(
+        self, bench: Make, tmp_path: Path
+    ) -> None:
+        job = bench(training={"steps": 40})
+        job.train(8)
+        job.supervision.ask_stop("cancelled by a user")
+        job.step()
+        job.settled()
+        asleep = job.supervision
+        job.controller.attempt += 1
+        job.ranks = ScriptedRanks(Script())
+        job.ranks.clock = lambda: job.now
+        job.take_over(job.controller.resume())
+        job.train(40)
+        job.ranks.finish()
+        job.step()
+        left = {name: (tmp_path / name).read_text() for name in ("summary.json", "report.html")}
+        assert json.loads(left["summary.json"])["state"] == "succeeded"
+        job.now += 600
+        asleep.step()
+        assert asleep.phase is Phase.OVER
+        assert {name: (tmp_path / name).read_text() for name in left} == left
 
     def test_the_end_waits_for_the_last_reports(self, bench: Make) -> None:
         job = bench(training={"steps": 12})
