@@ -21,6 +21,7 @@ from orchestrator.controller.changes import Changes
 from orchestrator.controller.intake import Intake
 from orchestrator.controller.preemption import Preemption
 from orchestrator.controller.seen import Act, Seen
+from orchestrator.controller.spec_copy import replaced_copy
 from orchestrator.controller.supervisors import Supervisors
 from orchestrator.controller.tending import NoNodesError, Tending
 from orchestrator.controller.waits import Waits
@@ -35,7 +36,7 @@ from orchestrator.recovery.controls import Control, in_vain, refused_at_once
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.spec.degrees import Word, as_asked, other_degrees
 from orchestrator.spec.errors import Source
-from orchestrator.spec.job import spec_of, spec_yaml
+from orchestrator.spec.job import spec_of
 from orchestrator.spec.trial import check_factory_model
 from orchestrator.store.controls import ControlRefusedError, ControlRow
 from orchestrator.store.database import Store
@@ -91,32 +92,37 @@ class Controller:
 
         Raises ``TransitionRefused`` when it has ended.
         """
-        if self.store.job(job).state is not JobState.CANCELLING:
-            self.store.change(job, Cause.CANCEL_ASKED, reason, self._clock())
+        row = self.store.job(job)
+        if row.state is not JobState.CANCELLING:
+            row = self.store.change(job, Cause.CANCEL_ASKED, reason, self._clock())
             self.changes.notify()
-        return self.store.job(job)
+        return row
 
     def resume(self, job: str, reason: str, degrees: Mapping[Word, int] | None = None) -> JobRow:
         """Queue a paused, cancelled or failed job again; else ``TransitionRefused``.
 
         What was asked of it meanwhile is done first, and a ladder that gave up begins anew. Its
         next attempt starts from the newest state that was saved, on any ``degrees``: those
-        given replace the job's own. Raises ``SpecError`` for what it can't be split into.
+        given replace the job's own. Raises ``SpecError`` for what it can't be split into, or where
+        its folder can't be written; nothing has changed then.
         """
         now = self._clock()
-        if degrees:
+        renewed = ladder_renewed(self.store.past.actions(job))
+        told: list[EventDraft] = []
+        if renewed is not None:
+            told.append(EventDraft(renewed.kind, now, renewed.message, renewed.detail))
+        if not degrees:
+            row = self.store.resume(job, reason, now, told)
+        else:
             before = self.store.job(job)
             asked = Source(f"{job} --parallelism", as_asked(before.spec, degrees), {})
             spec = spec_of(asked)
             check_factory_model(spec, asked.file)
-            self.store.resume_as(job, spec, reason, other_degrees(spec, now), now)
-            (Path(before.job_dir) / "spec.yaml").write_text(spec_yaml(spec))
-        else:
-            self.store.change(job, Cause.RESUME_ASKED, reason, now)
-        if (told := ladder_renewed(self.store.past.actions(job))) is not None:
-            self.store.note(job, EventDraft(told.kind, now, told.message, told.detail))
+            told.insert(0, other_degrees(spec, now))
+            with replaced_copy(Path(before.job_dir), spec, asked.file):
+                row = self.store.resume(job, reason, now, told, spec)
         self.changes.notify()
-        return self.store.job(job)
+        return row
 
     def ask(self, job: str, control: Control) -> ControlRow:
         """Take in what a person asks of a running job; durable on return.

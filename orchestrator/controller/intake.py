@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.controller.changes import Changes
+from orchestrator.controller.spec_copy import COPY
 from orchestrator.controller.webhooks import check_webhook
 from orchestrator.saved.resume_from import check_resume_from
 from orchestrator.spec.errors import Source
@@ -70,8 +71,9 @@ class Intake:
         folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job
         try:
             (folder / "logs").mkdir(parents=True)
-            (folder / "spec.yaml").write_text(spec_yaml(spec))
+            (folder / COPY).write_text(spec_yaml(spec))
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise no_job_directory(folder.parent, file, error) from None
         stored = self._store.add_job(job, spec, str(folder), file, self._clock(), by=by, key=key)
         if stored != job:

@@ -149,25 +149,35 @@ class Store:
         """Jobs that aren't at rest: on their way, or holding nodes after their end."""
         return self.tended.all()[0]
 
-    def change(self, job: str, cause: Cause, reason: str, time: float, **detail: Any) -> JobState:
-        """Move a job along the lifecycle table; raises ``TransitionRefused``, changing nothing."""
+    def change(self, job: str, cause: Cause, reason: str, time: float, **detail: Any) -> JobRow:
+        """Move a job along the lifecycle table, and the job as it is then; raises
+        ``TransitionRefused``, changing nothing."""
         with self._write(job) as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), cause)
             set_state(db, row, cause, after, reason, time, detail)
-            return after
+            return job_row(stored_job(db, job))
 
-    def resume_as(
-        self, job: str, spec: JobSpec, reason: str, told: EventDraft, time: float
-    ) -> None:
-        """Queue a job again with another spec, which ``told`` tells; else ``TransitionRefused``."""
+    def resume(
+        self,
+        job: str,
+        reason: str,
+        time: float,
+        told: Sequence[EventDraft] = (),
+        spec: JobSpec | None = None,
+    ) -> JobRow:
+        """Queue a job again, with ``spec`` if it is to be another one, and what is ``told`` of
+        that; the job as it is then. Else ``TransitionRefused``, changing nothing."""
         with self._write(job) as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), Cause.RESUME_ASKED)
             set_state(db, row, Cause.RESUME_ASKED, after, reason, time, {})
-            given = {"spec": dump(spec_data(spec))}
-            db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
-            add_event(db, job, row["attempt"], told)
+            if spec is not None:
+                given = {"spec": dump(spec_data(spec))}
+                db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
+            for event in told:
+                add_event(db, job, row["attempt"], event)
+            return job_row(stored_job(db, job))
 
     def grant(self, job: str, placement_group: str, nodes: Sequence[NodeSlot], time: float) -> None:
         """Give a queued job its nodes."""

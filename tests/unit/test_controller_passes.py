@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -366,6 +368,19 @@ def test_an_unwritable_job_directory_is_an_error_of_the_spec_before_anything_is_
     assert problem.key == "checkpoint.storage_path"
     assert "can't be made" in problem.message
     assert plane.store.jobs() == []
+
+
+def test_a_disk_that_is_full_leaves_no_directory_of_a_job_that_was_not_taken_in(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    spec = {"name": "a", "slots_per_node": 4}
+    with monkeypatch.context() as patched, pytest.raises(SpecError, match="No space left"):
+        patched.setattr(Path, "write_text", full)
+        plane.controller.intake.submit(spec, "job.yaml")
+    assert list(plane.jobs_dir.iterdir()) == [] and plane.store.jobs() == []
 
 
 def test_a_submitted_job_has_its_directory_with_the_completed_spec(plane: ControlPlane) -> None:
