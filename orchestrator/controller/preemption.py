@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from orchestrator.controller.seen import Seen
 from orchestrator.lifecycle import Cause, JobState
@@ -26,8 +27,8 @@ REFUSED_REST_S = 600.0
 """Seconds that a job which couldn't be saved is left in peace."""
 GROW_AFTER_S = 60.0
 """Seconds that an attempt on fewer nodes than the job wants is left in peace."""
-
-
+Fate = Literal["back", "waits", "kept"]
+"""Of nodes: given back, held a while longer, or for the job to go on with."""
 GROW = "grow-"
 """How the keys begin by which a job is asked to start anew on more nodes; its attempt follows."""
 
@@ -103,25 +104,31 @@ class Preemption:
         key = f"{GROW}{row.attempt}"
         self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
-    def keeps_nodes(self, row: JobRow, seen: Seen) -> bool:
-        """Whether a job that is in the queue and holds nodes still goes on with them: the queue
-        has stopped it, and no job that may preempt it is there that would have what it needs."""
+    def fate(self, row: JobRow, seen: Seen) -> Fate:
+        """What becomes of the nodes of a job that holds some and has stopped.
+
+        What the queue has stopped gives them to a job that may preempt it and has all it needs
+        with them; it waits for what others give to that one too, and goes on where none is there.
+        """
         if row.state is not JobState.QUEUED or not row.nodes:
-            return False
+            return "back"
         came = self._store.past.newest_event(row.id, ("state",))
         if came is None or came["detail"]["cause"] != Cause.PREEMPTED.value:
-            return False
+            return "back"
         if not row.asks.preemptible:
-            return True
+            return "kept"
         sight = self._desk.sight(seen.now)
         next_one = self._first(seen.queued, seen.holding, sight)
         waiting = [] if next_one is None else [next_one]
         waiting += [other for other in seen.holding if other.id in self._desk.short]
-        for other in waiting:
+        stopped = [other for other in seen.holding if not other.state.holds_nodes]
+        for other in (other for other in waiting if other.priority > row.priority):
+            if self._desk.fits_without(other, stopped, sight):
+                return "back"
             going = [r for r in seen.holding if not _stays(r, seen.asked, other.priority)]
-            if other.priority > row.priority and self._desk.fits_without(other, going, sight):
-                return False
-        return True
+            if self._desk.fits_without(other, going, sight):
+                return "waits"
+        return "kept"
 
     def _first(
         self, queued: Sequence[JobRow], holding: Sequence[JobRow], sight: Sight

@@ -165,12 +165,13 @@ class Tending:
         if working and self._waited((row.id, "finish"), now) <= FINISH_GRACE_S:
             return False
         self._supervisors.kill(row.id)
-        if not self._rescue.over(row):
+        fate = self._preemption.fate(row, seen)
+        if fate == "waits" or not self._rescue.over(row):
             return False
         if row.nodes:
             # No attempt follows that would: what the last one showed counts as well.
             self._desk.settle(row, now)
-        if self._preemption.keeps_nodes(row, seen):
+        if fate == "kept":
             self._store.change(row.id, Cause.NODES_GRANTED, KEPT, now)
         else:
             self._desk.release(row)

@@ -497,6 +497,25 @@ class TestPreemption:
         assert (plane.state(stops), plane.state(third)) == ("starting", "queued")
         assert plane.supervisors.started[-1].job == stops
 
+    def test_its_nodes_go_back_only_with_all_others_that_the_higher_one_needs(
+        self, tmp_path: Path
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        goes, stays = running(plane, "goes", by="alice"), running(plane, "stays", by="dave")
+        third = plane.submit("third", by="bob")
+        high = plane.submit("high", by="carol", num_nodes=2, resources={"priority": 5})
+        plane.steps(2)
+        tell(plane, goes, transition=(JobState.QUEUED, Cause.PREEMPTED))
+        plane.supervisors.done.add(goes)
+        plane.steps(3)
+        assert (plane.state(goes), where(plane, goes)) == ("queued", ["node0"])
+        key = plane.store.controls.of(stays)[0].control.key
+        tell(plane, stays, answers=(ControlAnswer(key, "refused", "no disk", 3),))
+        plane.steps(3)
+        states = [plane.state(job) for job in (goes, stays, third, high)]
+        assert states == ["starting", "running", "queued", "queued"]
+        assert plane.supervisors.started[-1].job == goes
+
     def test_spares_of_a_less_important_job_go_before_its_ranks(self, tmp_path: Path) -> None:
         plane = ControlPlane(tmp_path, 4, 4)
         low = running(plane, "low", resources={"spares": 1})
