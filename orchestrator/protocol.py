@@ -7,7 +7,7 @@ refused, so that no two attempts write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -122,11 +122,24 @@ class ResumeState:
     """Nodes of the group that have no ranks."""
     batches: Mapping[int, int] = field(default_factory=dict)
     """Batch of each of the newest steps recorded (``orchestrator.recovery.resume.batches_of``)."""
+    written: tuple[Mapping[str, Any], ...] = ()
+    """The newest events that tell of a checkpoint, oldest first: without them nobody could say
+    whether a job of which nothing is found has saved anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastMark:
+    """How far a job's past was read: the newest row of each kind."""
+
+    step: int
+    incident: int
+    event: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobHistory:
-    """What earlier supervisors of a job told, for a report of all of it."""
+    """What earlier supervisors of a job told, for a report of all of it. Nothing is decided by
+    it: what decisions need is in the ``ResumeState``."""
 
     steps: tuple[Mapping[str, Any], ...] = ()
     """``StepRecord.to_json()`` without per-tensor statistics, in the order they were stored."""
@@ -134,6 +147,22 @@ class JobHistory:
     """``Incident.to_json()``."""
     events: tuple[Mapping[str, Any], ...] = ()
     """Fields of ``EventDraft``."""
+    goes_on: PastMark | None = None
+    """Where the next page begins; None: this was the last one."""
+    unread: str = ""
+    """Why it is empty though there may be a past."""
+
+
+def whole_history(page: Callable[[PastMark | None], JobHistory]) -> JobHistory:
+    """All of a job's past; ``page`` gives the one after a mark, None: the first."""
+    pages = [page(None)]
+    while pages[-1].goes_on is not None:
+        pages.append(page(pages[-1].goes_on))
+    return JobHistory(
+        tuple(step for page in pages for step in page.steps),
+        tuple(incident for page in pages for incident in page.incidents),
+        tuple(event for page in pages for event in page.events),
+    )
 
 
 BY_KEEPERS = "keepers"
@@ -154,8 +183,8 @@ class ControllerPort(Protocol):
         when ``attempt`` is not the job's current one: another supervisor has the job.
         """
 
-    def history(self, job: str) -> JobHistory:
-        """All that is stored of a job's past."""
+    def history(self, job: str, after: PastMark | None = None) -> JobHistory:
+        """What is stored of a job's past, a page at a time: from ``after`` on, None: the first."""
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Store a batch in one transaction; refused for an attempt that is not the current one."""

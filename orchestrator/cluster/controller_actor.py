@@ -27,6 +27,7 @@ from orchestrator.protocol import (
     NAMESPACE,
     Acknowledgement,
     JobHistory,
+    PastMark,
     ResumeState,
     SupervisorBatch,
 )
@@ -128,9 +129,9 @@ class ControllerActor:
         """``ControllerPort.next_attempt``."""
         return self._controller.next_attempt(job, attempt, reason)
 
-    def history(self, job: str) -> JobHistory:
+    def history(self, job: str, after: PastMark | None = None) -> JobHistory:
         """``ControllerPort.history``."""
-        return self._controller.history(job)
+        return self._controller.history(job, after)
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """``ControllerPort.report``."""

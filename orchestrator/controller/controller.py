@@ -31,7 +31,13 @@ from orchestrator.nodes.desk import NodeDesk
 from orchestrator.nodes.groups import NodeGroups
 from orchestrator.nodes.rescue import Rescue
 from orchestrator.nodes.roll import NodeRoll
-from orchestrator.protocol import Acknowledgement, JobHistory, ResumeState, SupervisorBatch
+from orchestrator.protocol import (
+    Acknowledgement,
+    JobHistory,
+    PastMark,
+    ResumeState,
+    SupervisorBatch,
+)
 from orchestrator.recovery.controls import Control, in_vain, refused_at_once
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.spec.degrees import Word, as_asked, other_degrees
@@ -155,9 +161,9 @@ class Controller:
         self.changes.notify()
         return resume
 
-    def history(self, job: str) -> JobHistory:
-        """All that is stored of a job's past."""
-        return self.store.past.history(job)
+    def history(self, job: str, after: PastMark | None = None) -> JobHistory:
+        """What is stored of a job's past, a page at a time."""
+        return self.store.past.history(job, after)
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
         """Store a batch in one transaction."""

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from launch.commands import RestorePoint, SnapshotReport
@@ -29,10 +30,10 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.groups import DiskOrder, NodeGroups
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
-from orchestrator.protocol import BY_KEEPERS, FencedError, ResumeState
+from orchestrator.protocol import BY_KEEPERS, FencedError, ResumeState, whole_history
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
-from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
+from orchestrator.saved.closing import WHOLE_RECORDS, write_closing
 from orchestrator.saved.restore import candidates, points_in_memory
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
@@ -102,9 +103,10 @@ class Rescue:
 
     def _view(self, job: str) -> JobView:
         """What is stored of the job, as its supervisor's view of it is."""
-        row, past = self._store.job(job), self._store.past.history(job)
+        row = self._store.job(job)
+        past = whole_history(partial(self._store.past.history, job))
         whole = self._store.past.newest_steps(job, WHOLE_RECORDS)
-        light = past.steps[: len(past.steps) - len(whole)][-LIGHT_RECORDS:]
+        light = past.steps[: len(past.steps) - len(whole)]
         return JobView(
             job=job,
             state=row.state.word,

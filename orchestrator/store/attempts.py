@@ -16,7 +16,14 @@ from sqlalchemy.engine import Connection, RowMapping
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, state_named
 from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
-from orchestrator.recovery.resume import NEWEST_STEPS, batches_of, fired_drills, standing
+from orchestrator.recovery.resume import (
+    NEWEST_CHECKPOINTS,
+    NEWEST_STEPS,
+    batches_of,
+    fired_drills,
+    standing,
+)
+from orchestrator.saved.restore import WRITTEN
 from orchestrator.spec.degrees import on_nodes
 from orchestrator.store.batches import detector_state_of, store_batch
 from orchestrator.store.engine import Reads, Writes
@@ -112,6 +119,7 @@ class AttemptRecords:
             spares=tuple(node for node in row.nodes if node.spare),
             batches=batches_of(reversed(batches)),
             placement_group=row.placement_group,
+            written=tuple(self._past.newest_events(job, (WRITTEN,), NEWEST_CHECKPOINTS)),
         )
 
     def record(

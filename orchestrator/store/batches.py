@@ -14,7 +14,7 @@ from sqlalchemy.engine import Connection, RowMapping
 from orchestrator.lifecycle import next_state, state_named
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.store.controls import answer_controls
-from orchestrator.store.rows import add_event, dump
+from orchestrator.store.rows import add_event, dump, step_columns
 from orchestrator.store.tables import actions, contexts, detector_states, incidents, jobs, steps
 from orchestrator.store.transitions import set_state
 
@@ -28,18 +28,7 @@ def store_batch(
     for event in batch.events:
         add_event(db, job, attempt, event)
     if batch.steps:
-        rows = [
-            {
-                **place,
-                "timeline": s["timeline"],
-                "step": s["step"],
-                "drills": ",".join(map(str, s.get("drills", ()))),
-                "batch": s["batch"],
-                "body": dump(dict(s)),
-            }
-            for s in batch.steps
-        ]
-        db.execute(sa.insert(steps), rows)
+        db.execute(sa.insert(steps), [{**place, **step_columns(s)} for s in batch.steps])
     if batch.contexts:
         known = [
             {

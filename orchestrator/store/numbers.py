@@ -18,7 +18,7 @@ from monitoring.prometheus import JobNumbers, Numbers
 from monitoring.records import StepRecord
 from orchestrator.lifecycle import JobState
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
-from orchestrator.store.rows import JOB, JobRow, job_row
+from orchestrator.store.rows import JOB, JobRow, job_row, step_record
 from orchestrator.store.tables import actions, events, incidents, jobs, quarantines, steps
 
 AFTERWARDS_S = 3600.0
@@ -110,5 +110,6 @@ def _lived(db: Connection, ids: sa.Select[Any]) -> dict[str, dict[str, Any]]:
 
 def _newest(db: Connection, ids: sa.Select[Any]) -> dict[str, StepRecord]:
     newest = sa.select(sa.func.max(steps.c.id)).where(steps.c.job.in_(ids)).group_by(steps.c.job)
-    query = sa.select(steps.c.job, steps.c.body).where(steps.c.id.in_(newest))
-    return {job: StepRecord.from_json(json.loads(body)) for job, body in db.execute(query)}
+    query = sa.select(steps.c.job, steps.c.body, steps.c.tensors).where(steps.c.id.in_(newest))
+    rows = db.execute(query).mappings()
+    return {row["job"]: StepRecord.from_json(step_record(row)) for row in rows}

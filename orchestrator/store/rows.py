@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,9 +124,13 @@ def dump(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def page_of(table: sa.Table, job: str, after: int, limit: int | None) -> sa.Select[Any]:
-    """The rows of a job with an id above ``after``, oldest first, ``limit`` at most."""
-    query = sa.select(table).where(table.c.job == job, table.c.id > after).order_by(table.c.id)
+def page_of(
+    table: sa.Table, job: str, after: int, limit: int | None, *columns: sa.Column[Any]
+) -> sa.Select[Any]:
+    """The rows of a job with an id above ``after``, oldest first, ``limit`` at most; whole, or
+    these ``columns`` of them."""
+    what = sa.select(*columns) if columns else sa.select(table)
+    query = what.where(table.c.job == job, table.c.id > after).order_by(table.c.id)
     return query if limit is None else query.limit(limit)
 
 
@@ -168,6 +172,30 @@ def job_row(row: RowMapping) -> JobRow:
     values["spec_text"] = row["spec"]
     values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
     return JobRow(**values)
+
+
+def step_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``StepRecord.to_json()`` as the columns of its row."""
+    body = {k: v for k, v in record.items() if k != "tensors"}
+    return {
+        "timeline": record["timeline"],
+        "step": record["step"],
+        "drills": ",".join(map(str, record.get("drills", ()))),
+        "batch": record["batch"],
+        "body": dump(body),
+        "tensors": dump(record.get("tensors", {})),
+    }
+
+
+def step_record(row: RowMapping) -> dict[str, Any]:
+    """The row of a step as it was told."""
+    body: dict[str, Any] = json.loads(row["body"])
+    return body if row["tensors"] is None else {**body, "tensors": json.loads(row["tensors"])}
+
+
+def light_record(row: RowMapping) -> dict[str, Any]:
+    """The same without its tensors' statistics, which needn't have been read."""
+    return {**json.loads(row["body"]), "tensors": {}}
 
 
 def step_context(row: RowMapping) -> StepContext:

@@ -27,7 +27,7 @@ from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import JobHistory, ResumeState, StepContext
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
-from orchestrator.saved.restore import newest_written
+from orchestrator.saved.restore import WRITTEN, newest_written
 from orchestrator.spec.backend import backend_of
 from orchestrator.supervision.notices import backend_chosen, backend_detail, decided, seen
 from orchestrator.supervision.outbox import Outbox, Told
@@ -64,7 +64,7 @@ class Journal:
         run_log: RunLog | None = None,
         history: JobHistory | None = None,
     ) -> None:
-        """``history``: what earlier supervisors of the job told."""
+        """``history``: what earlier supervisors of the job told, for the report."""
         past = history or JobHistory()
         self._secrets = secrets_of(os.environ)
         self._resume = resume
@@ -78,6 +78,7 @@ class Journal:
         self._incidents: list[Mapping[str, Any]] = list(past.incidents)
         self._actions: list[Mapping[str, Any]] = [action.to_json() for action in resume.actions]
         self._events: list[Mapping[str, Any]] = list(past.events)
+        self._written: list[Mapping[str, Any]] = list(resume.written)
 
     @property
     def refused(self) -> str | None:
@@ -132,7 +133,7 @@ class Journal:
         self._outbox.tell(Told(event=event, transition=transition), urgent=transition is not None)
         if self._run_log and notice.kind == "attempt_started":
             self._run_log.log_start(notice.detail)
-        if self._run_log and notice.kind == "checkpoint_written":
+        if self._run_log and notice.kind == WRITTEN:
             step = int(notice.detail["step"])
             self._run_log.log_checkpoint(step, checkpoint_folder(self._resume.job_dir, step))
 
@@ -154,7 +155,7 @@ class Journal:
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint that was told as written and still counts; 0 for none."""
-        return newest_written(self._events, self._actions)
+        return newest_written(self._written, self._actions)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was told is stored. Raises FencedError."""
@@ -203,4 +204,6 @@ class Journal:
         logger.info("%s: %s", notice.kind, message)
         event = EventDraft(notice.kind, now, message, without_in(notice.detail, self._secrets))
         self._events.append(asdict(event))
+        if event.kind == WRITTEN:
+            self._written.append(self._events[-1])
         return event

@@ -50,6 +50,15 @@ def attempt_started(
     )
 
 
+def past_unread(why: str) -> Notice:
+    """The controller can't read what was told of the job before this supervisor."""
+    told = (
+        "What was told of the job so far can't be read, so summary.json, report.html and W&B's "
+        f"totals begin here: {why.rstrip('.')}."
+    )
+    return Notice("past_unread", told, {"why": why})
+
+
 def backend_chosen(choice: BackendChoice) -> Notice:
     """The ranks looked at their devices."""
     return Notice("backend_chosen", f"Linears: {choice}.", backend_detail(choice))

@@ -72,6 +72,8 @@ class Supervision:
         self.inbox = Inbox()
         outbox = Outbox(controller, resume.job, resume.attempt)
         self._journal = Journal(resume, outbox, run_log, history)
+        if history is not None and history.unread:
+            self._journal.happened(notices.past_unread(history.unread), clock())
         self._job = JobInHand(resume, group, self._journal, clock)
         self._controls = ControlRoom(resume.spec, resume.actions, self._journal, self)
         self.restocking = Restocking(group, resume.spec.resources.standby)

@@ -29,16 +29,19 @@ from orchestrator.protocol import (
     CONTROLLER_ACTOR,
     NAMESPACE,
     Acknowledgement,
+    ControllerPort,
     JobHistory,
+    PastMark,
     ResumeState,
     SupervisorBatch,
+    whole_history,
 )
 from orchestrator.recovery.controls import Control
 from orchestrator.spec.backend import backend_of
 from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.journal import RunLog
 from orchestrator.supervision.notices import backend_detail
-from orchestrator.supervision.outbox import ControllerUnreachableError
+from orchestrator.supervision.outbox import RETRY_S, ControllerUnreachableError
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.preflight_gate import PreflightGate
 from orchestrator.supervision.supervision import Supervision
@@ -62,9 +65,9 @@ class RayController:
         resume: ResumeState = self._call("next_attempt", job, attempt, reason)
         return resume
 
-    def history(self, job: str) -> JobHistory:
+    def history(self, job: str, after: PastMark | None = None) -> JobHistory:
         """Raises ControllerUnreachableError, or what the controller raised."""
-        past: JobHistory = self._call("history", job)
+        past: JobHistory = self._call("history", job, after)
         return past
 
     def report(self, job: str, attempt: int, batch: SupervisorBatch) -> Acknowledgement:
@@ -112,7 +115,7 @@ class Supervisor:
                 on_change=self._wake,
             )
             controller = RayController()
-            past = history(controller, resume)
+            past = history(controller, resume.job)
             self._supervision = Supervision(
                 resume,
                 controller,
@@ -186,14 +189,28 @@ def _begin_checks(group: WorkerGroup, wake: Callable[[], None], *arguments: Any)
     )
 
 
-def history(controller: RayController, resume: ResumeState) -> JobHistory:
-    """What was told of the job so far; empty, with a warning, when it can't be had."""
+def history(
+    controller: ControllerPort, job: str, sleep: Callable[[float], None] = time.sleep
+) -> JobHistory:
+    """What was told of the job so far. A controller that doesn't answer is asked again until it
+    does: there would be no attempt without it either."""
+
+    def page(after: PastMark | None) -> JobHistory:
+        wait = RETRY_S[0]
+        while True:
+            try:
+                return controller.history(job, after)
+            except ControllerUnreachableError as error:
+                logger.warning("the past of %s isn't told yet (%s); asking again", job, error)
+                sleep(wait)
+                wait = min(2 * wait, RETRY_S[1])
+
     try:
-        return controller.history(resume.job)
-    except Exception:
-        # The report would be short of the job's beginning; training need not wait for that.
-        logger.exception("the past of %s could not be read", resume.job)
-        return JobHistory()
+        return whole_history(page)
+    except Exception as error:
+        # Its row would be as damaged the next time, and nothing that is decided depends on it.
+        logger.exception("the past of %s can't be read", job)
+        return JobHistory(unread=f"{type(error).__name__}: {error}")
 
 
 def _topology(resume: ResumeState) -> dict[str, int]:

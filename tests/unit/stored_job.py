@@ -11,7 +11,13 @@ from orchestrator.controller.supervisors import LastWords
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
-from orchestrator.protocol import Acknowledgement, JobHistory, ResumeState, SupervisorBatch
+from orchestrator.protocol import (
+    Acknowledgement,
+    JobHistory,
+    PastMark,
+    ResumeState,
+    SupervisorBatch,
+)
 from orchestrator.replay.job_trace import JobTrace, trace_of_store
 from orchestrator.spec.job import JobSpec
 from orchestrator.store.database import Store
@@ -33,8 +39,8 @@ class StoringController:
     def next_attempt(self, job: str, attempt: int, reason: str) -> ResumeState:
         return self.store.attempts.begin(job, reason, 0.0, after=attempt)
 
-    def history(self, job: str) -> JobHistory:
-        return self.store.past.history(job)
+    def history(self, job: str, after: PastMark | None = None) -> JobHistory:
+        return self.store.past.history(job, after)
 
 
 class StoredJob(Bench):
