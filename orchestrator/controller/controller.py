@@ -107,10 +107,11 @@ class Controller:
     def resume(self, job: str, reason: str, degrees: Mapping[Word, int] | None = None) -> JobRow:
         """Queue a paused, cancelled or failed job again; else ``TransitionRefused``.
 
-        What was asked of it meanwhile is done first, and a ladder that gave up begins anew. Its
-        next attempt starts from the newest state that was saved, on any ``degrees``: those
-        given replace the job's own. Raises ``SpecError`` for what it can't be split into, or where
-        its folder can't be written; nothing has changed then.
+        What was asked of it meanwhile is done first, a ladder that gave up begins anew, and nodes
+        that it could not run on are looked at again. Its next attempt starts from the newest state
+        that was saved, on any ``degrees``: those given replace the job's own. Raises ``SpecError``
+        for what it can't be split into, or where its folder can't be written; nothing has changed
+        then.
         """
         now = self._clock()
         renewed = ladder_renewed(self.store.past.actions(job))

@@ -278,7 +278,8 @@ def _left_out(
 ) -> Quarantine:
     """``machines``: the quarantines that the machine ever had."""
     before = sum(_holds(q, kind, case.job) and not q.taken_back for q in machines)
-    seconds = min(_term(kind, config) * 2.0**before, config.longest_s)
+    longest_s = config.unfit_longest_s if kind == "unfit" else config.longest_s
+    seconds = min(_term(kind, config) * 2.0**before, longest_s)
     if case.rehearsed:
         why, seconds = f"rehearsed by a drill: {why}", config.rehearsed_s
     return Quarantine(

@@ -159,6 +159,8 @@ class QuarantineConfig(_Section):
     """Seconds for a machine that failed preflight: its next try is checked anyway."""
     unfit_s: float = Field(120.0, gt=0)
     """Seconds for one that can't run this job now, as for want of disk."""
+    unfit_longest_s: float = Field(600.0, gt=0)
+    """The most of them: what it lacks may be back any time, and another look takes a second."""
     corruption_s: float = Field(86400.0, gt=0)
     """Seconds for parameters that were outvoted: a day, for a person to test the machine."""
     slow_s: float = Field(3600.0, gt=0)

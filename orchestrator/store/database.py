@@ -25,7 +25,7 @@ from orchestrator.store.control_records import ControlRecords
 from orchestrator.store.engine import open_engine
 from orchestrator.store.errors import passing_trouble
 from orchestrator.store.group_commit import GroupCommit
-from orchestrator.store.nodes import NodeRecords
+from orchestrator.store.nodes import NodeRecords, look_again
 from orchestrator.store.numbers import numbers
 from orchestrator.store.pages import Pages
 from orchestrator.store.past import PastRecords
@@ -167,7 +167,8 @@ class Store:
         spec: JobSpec | None = None,
     ) -> JobRow:
         """Queue a job again, with ``spec`` if it is to be another one, and what is ``told`` of
-        that; the job as it is then. Else ``TransitionRefused``, changing nothing."""
+        that; nodes that it couldn't run on are looked at again. The job as it is then, else
+        ``TransitionRefused``, changing nothing."""
         with self._write(job) as db:
             row = stored_job(db, job)
             after = next_state(state_named(row["state"]), Cause.RESUME_ASKED)
@@ -177,6 +178,7 @@ class Store:
                 db.execute(sa.update(jobs).where(jobs.c.id == job).values(given))
             for event in told:
                 add_event(db, job, row["attempt"], event)
+            look_again(db, job, time)
             return job_row(stored_job(db, job))
 
     def grant(self, job: str, placement_group: str, nodes: Sequence[NodeSlot], time: float) -> None:

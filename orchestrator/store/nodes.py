@@ -99,6 +99,13 @@ class NodeRecords:
             _release(db, entry, by, now, now)
 
 
+def look_again(db: Connection, job: str, now: float) -> None:
+    """Nodes that couldn't run ``job`` are tried at once: whoever resumes it has seen to it."""
+    for entry in _quarantines(db):
+        if entry.kind == "unfit" and entry.job == job and entry.active(now):
+            _release(db, entry, "the job's resume", now, now)
+
+
 def _add(db: Connection, entry: Quarantine, attempt: int) -> None:
     db.execute(sa.insert(quarantines).values(asdict(entry)))
     if entry.job:

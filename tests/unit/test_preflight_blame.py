@@ -215,6 +215,29 @@ def test_where_all_nodes_failed_they_are_tried_again_by_and_by_until_a_person_is
         assert (plane.state(job), attempts(plane, job)) == ("paused", 3)
 
 
+def test_a_storage_that_was_full_keeps_no_job_waiting_once_it_is_resumed(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    job = plane.submit("toy", num_nodes=2)
+    full = Failure("0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB", True)
+    filled = Supervised(plane, job, of({"node0": full, "node1": full}))
+    for _ in range(40):
+        if plane.state(job) != "paused":
+            go(plane, filled, passes=1, seconds=30.0)
+    assert (plane.state(job), attempts(plane, job)) == ("paused", 3)
+    assert "0.1 GB free" in plane.store.job(job).reason
+    (sent,) = [e for e in plane.store.past.events(job) if e["kind"] == "ended"]
+    assert "max_attempts_without_progress" in sent["message"]
+    # A person frees it while the nodes are still left out, for the job alone.
+    go(plane, filled, passes=2)
+    assert left_out(plane) == {"node0": "unfit", "node1": "unfit"}
+    filled.found = of({})
+    plane.controller.resume(job, "resumed by ada")
+    assert left_out(plane) == {}
+    go(plane, filled, passes=4)
+    assert attempts(plane, job) == 4 and filled.alive is not None
+    assert filled.alive.phase is Phase.TRAINING
+
+
 def test_jobs_of_one_node_each_do_not_add_up_to_the_cluster(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, 4, 4, 4, 4, 4, 4)
     jobs = [Supervised(plane, plane.submit(f"toy{i}"), off(-60.0)) for i in range(6)]

@@ -252,6 +252,21 @@ def test_each_time_it_comes_back_it_is_left_out_for_longer_up_to_a_week() -> Non
     assert terms == [1, 2, 4, 7, 7, 7]
 
 
+def test_what_a_job_cannot_use_is_looked_at_again_every_few_minutes_however_often_it_failed() -> (
+    None
+):
+    before: tuple[Quarantine, ...] = ()
+    rests = []
+    now = 0.0
+    for attempt in range(6):
+        entry = judged(case("unfit", now, attempt=attempt), before=before)
+        assert isinstance(entry, Quarantine) and entry.until is not None
+        rests.append((entry.until - entry.since) / 60)
+        before = (*before, entry)
+        now = entry.until
+    assert rests == [2, 4, 8, 10, 10, 10]
+
+
 def test_a_second_word_of_the_same_changes_nothing_while_it_is_left_out() -> None:
     entry = judged(case("corruption"))
     assert isinstance(entry, Quarantine)
