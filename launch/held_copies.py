@@ -1,7 +1,7 @@
 """What the keepers of a job's nodes hold, and what each rank has to do with them.
 
-Promises: what is told is as of when they were last asked; one that doesn't answer holds nothing;
-every wait is bounded.
+Promises: what is told is as of when they were last asked; one that doesn't answer holds nothing,
+and is told apart from one that is gone; every wait is bounded.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class HeldCopies:
         self._job = job
         self._held: dict[str, Inventory] = {}
         """By keeper."""
+        self.silent: tuple[str, ...] = ()
+        """Keepers that may hold something, and didn't say so when they were last asked."""
 
     def ask(self, keepers: Iterable[str]) -> list[SnapshotKey]:
         """What these hold now, each copy once."""
@@ -46,11 +48,15 @@ class HeldCopies:
         if asked:
             ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         self._held = {}
+        silent = []
         for reference, name in asked.items():
             try:
                 self._held[name] = ray.get(reference, timeout=0)
             except ray.exceptions.RayError as error:
                 logger.warning("keeper %s does not answer: %s", name, error)
+                if not isinstance(error, ray.exceptions.ActorDiedError):
+                    silent.append(name)
+        self.silent = tuple(silent)
         return list(dict.fromkeys(key for held in self._held.values() for key in held.nbytes))
 
     def memory(self) -> dict[str, int]:

@@ -87,6 +87,9 @@ class RankGroup(Protocol):
     def copies(self) -> list[SnapshotKey]:
         """What the keepers of all nodes hold of this job; a lost keeper holds nothing."""
 
+    def silent(self) -> Sequence[str]:
+        """Keepers that may hold something and did not answer when ``copies`` last asked."""
+
     def settle(self, replicas: int) -> None:
         """Let keepers forget ranks whose copies, ``replicas`` of each, are elsewhere by now."""
 

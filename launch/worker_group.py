@@ -238,6 +238,10 @@ class WorkerGroup:
         """
         return self._copies.ask([*(s.keeper for s in self._seats), *self._keepers.values()])
 
+    def silent(self) -> Sequence[str]:
+        """Keepers that live, as far as is known, and did not answer ``copies``."""
+        return self._copies.silent
+
     def memory(self) -> dict[str, int]:
         """Bytes that each node's keeper held when ``copies`` last asked, by keeper."""
         return self._copies.memory()

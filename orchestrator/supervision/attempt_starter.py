@@ -1,7 +1,8 @@
 """How an attempt comes about: its workers, its nodes' preflight, where it starts, its ranks.
 
 Promises: an attempt is allocated before anything of it starts, and the one before is ended before
-that; ranks are given out once all workers are there and their nodes have passed.
+that; ranks are given out once all workers are there and their nodes have passed; what has trained
+never begins from the seed because nobody said in time what is left of it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class AttemptStarter:
         self._restocking = restocking
         self._gate = gate
         self._sleep = sleep
+        self._awaited = 0
+        """The last attempt that waited for keepers."""
 
     def first(self) -> None:
         """Start the workers of the attempt that the supervisor was started for."""
@@ -124,6 +127,12 @@ class AttemptStarter:
         points = job.starts.choose(attempt)
         for folder, why in job.starts.left_out():
             job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
+        if attempt.resume.step >= 0 and (keepers := job.starts.unheard(points)):
+            # For as long as an attempt may take to its first step.
+            if self._awaited != attempt.facts.attempt:
+                self._awaited = attempt.facts.attempt
+                job.journal.happened(notices.keepers_awaited(keepers), job.clock())
+            return None
         if lost := job.starts.lost(points, job.journal.newest_checkpoint()):
             told = notices.nothing_to_start_from(lost)
             self._end.finish(JobState.PAUSED, Cause.STATE_GONE, told)

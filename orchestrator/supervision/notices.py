@@ -81,6 +81,17 @@ def nothing_to_start_from(why: str) -> str:
     )
 
 
+def keepers_awaited(keepers: Sequence[str]) -> Notice:
+    """All that may be left of the job is with nodes that don't answer."""
+    return Notice(
+        "keepers_awaited",
+        f"Nothing is found to start from, and {counted(len(keepers), 'keeper')} that may hold "
+        f"something {'does' if len(keepers) == 1 else 'do'} not answer: the attempt waits for "
+        f"{', '.join(keepers)}.",
+        {"keepers": list(keepers)},
+    )
+
+
 def training(attempt: int, step: int) -> Notice:
     """An attempt's first step is done."""
     return Notice(

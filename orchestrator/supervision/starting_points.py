@@ -76,6 +76,11 @@ class StartingPoints:
             attempt.facts.step = max(attempt.facts.step, found[0].step - 1)
         return found
 
+    def unheard(self, found: Sequence[RestorePoint]) -> Sequence[str]:
+        """Keepers that may hold what ``found`` lacks, where it has nothing that this job made."""
+        mine = any(point.attempt != FOREIGN_ATTEMPT for point in found)
+        return () if mine else self._group.silent()
+
     def lost(self, found: Sequence[RestorePoint], written: int) -> str:
         """Why ranks must not start from ``found``: they would train from the beginning what was
         trained and saved. Empty where they may; ``written``: the newest checkpoint's step."""

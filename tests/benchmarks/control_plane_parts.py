@@ -389,6 +389,9 @@ class Ranks:
     def copies(self) -> list[SnapshotKey]:
         return []
 
+    def silent(self) -> Sequence[str]:
+        return ()
+
     def stacks(self) -> dict[int, Stack]:
         return {}
 

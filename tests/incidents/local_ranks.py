@@ -146,6 +146,9 @@ class LocalRanks:
         keys: list[SnapshotKey] = self._keeper.keys(JOB)
         return keys
 
+    def silent(self) -> Sequence[str]:
+        return ()
+
     def stacks(self) -> dict[int, Stack]:
         pids = [rank.process.pid or 0 for rank in self._ranks]
         return dict(enumerate(stacks_of(pids, [""] * len(pids)).values()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.recovery.resume import batches_of, standing
+from orchestrator.saved.restore import WRITTEN
 from orchestrator.spec.job import JobSpec
 from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Phase
@@ -139,6 +140,7 @@ class ScriptedController:
             ),
             placement_group="",
             batches=batches_of((s["step"], s["batch"]) for s in self.steps),
+            written=tuple(asdict(e) for e in self.events if e.kind == WRITTEN),
         )
 
     def kinds(self) -> list[str]:
@@ -193,6 +195,8 @@ class ScriptedRanks:
     kills: int = 0
     standby: int = 0
     closed: bool = False
+    unheard: tuple[str, ...] = ()
+    """Keepers that don't answer; what they hold is not in ``held``."""
     settled: list[int] = field(default_factory=list)
     seen: dict[int, Stack] = field(default_factory=dict)
     """What their processes are doing."""
@@ -243,6 +247,9 @@ class ScriptedRanks:
 
     def copies(self) -> list[SnapshotKey]:
         return list(self.held)
+
+    def silent(self) -> Sequence[str]:
+        return self.unheard
 
     def stacks(self) -> dict[int, Stack]:
         return dict(self.seen)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from launch.commands import RestorePoint
 from launch.held_copies import HeldCopies
@@ -75,3 +77,31 @@ def test_a_keeper_that_is_gone_is_neither_partner_nor_source(keepers: dict[str, 
     point = RestorePoint(20, "memory", 1, 0)
     told = copies.handles(seats(), [assigned(rank, point) for rank in range(NODES)])
     assert (told[0].partners, told[0].sources, told[1].own) == ((), (), None)
+
+
+def test_a_keeper_that_is_silent_is_told_apart_from_one_that_has_died(
+    keepers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, Any] = {
+        "k0": Inventory({SnapshotKey(JOB, 1, 0, 0, 20): 100}, 1000),
+        "k1": GetTimeoutError("nothing is ready"),
+        "k2": ActorDiedError(),
+    }
+    del keepers["k3"]
+
+    def get(name: str, timeout: float) -> Inventory:
+        if isinstance(said[name], RayError):
+            raise said[name]
+        return said[name]  # type: ignore[no-any-return]
+
+    for name in keepers:
+        inventory = SimpleNamespace(remote=lambda _, name=name: name)
+        keepers[name] = SimpleNamespace(inventory=inventory)
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (asked, []))
+    monkeypatch.setattr(ray, "get", get)
+    copies = HeldCopies(JOB)
+    assert [key.step for key in copies.ask(["k0", "k1", "k2", "k3"])] == [20]
+    assert copies.silent == ("k1",)
+    said["k1"] = said["k0"]
+    copies.ask(["k0", "k1"])
+    assert copies.silent == ()

@@ -134,7 +134,7 @@ class TestTheNextSupervisor:
             job.store.attempts.begin(JOB, "lost", 0.0),
             job.controller,
             job.ranks,
-            now=job.now,
+            clock=lambda: job.now,
             history=past,
         )
         supervision.close()

@@ -278,6 +278,58 @@ class TestNothingToStartFrom:
         job.train(3)
         assert job.settled().states[-1][0] == "running" and len(job.ranks.attempts) == 2
 
+    def test_nor_while_a_keeper_that_may_hold_the_state_does_not_answer(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        held, job.ranks.held = job.ranks.held, []
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        for _ in range(5):
+            job.step(1.0)
+        told = job.settled()
+        assert len(job.ranks.attempts) == 1
+        (event,) = [e for e in told.events if e.kind == "keepers_awaited"]
+        assert "keeper-1" in event.message
+        job.ranks.held, job.ranks.unheard = held, ()
+        job.step(1.0)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (10, "memory")
+
+    def test_nor_for_ever(self, bench: Make) -> None:
+        job = bench(recovery={"init_timeout_s": 60, "max_attempts_without_progress": 2})
+        job.train(4)
+        job.ranks.held.clear()
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        for _ in range(30):
+            job.step(10.0)
+        told = job.settled()
+        assert told.states[-1] == ("paused", "BUDGET_SPENT") and len(job.ranks.attempts) == 1
+
+    def test_nor_is_a_checkpoint_given_up_while_one_does_not_answer(
+        self, tmp_path: Path, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks._write_checkpoint()
+        job.train(1)
+        assert job.settled().event("checkpoint_written").detail["step"] == 12
+        (job.controller.job_dir / "checkpoints").rename(tmp_path / "elsewhere")
+        held, job.ranks.held = job.ranks.held, []
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        for _ in range(3):
+            job.step(1.0)
+        job.ranks.held, job.ranks.unheard = held, ()
+        job.step(1.0)
+        assert len(job.ranks.attempts) == 2 and "paused" not in dict(job.settled().states)
+
+    def test_a_job_that_has_not_trained_waits_for_nobody(self, bench: Make) -> None:
+        job = bench()
+        job.ranks.unheard = ("keeper-1",)
+        job.train(2)
+        assert len(job.ranks.attempts) == 1 and job.ranks.attempts[0][0].restore is None
+
     def test_what_was_gone_back_from_counts_as_never_written(self) -> None:
         def written(at: float, step: int) -> dict[str, Any]:
             return {"time": at, "kind": "checkpoint_written", "detail": {"step": step}}
