@@ -85,6 +85,9 @@ class NodeGroups(Protocol):
         """What the keeper of each seat holds, whether a record knows the seat or not; those that
         don't answer are left out."""
 
+    def silent(self, job: str) -> set[int]:
+        """Seats whose keeper may hold something and did not answer when ``copies`` last asked."""
+
     def write_copies(self, order: DiskOrder) -> dict[int, str]:
         """Have keepers write what they hold; why not, by rank, of those that could not."""
 
@@ -105,6 +108,8 @@ class RayNodeGroups:
         """When this process started a keeper: one that is young is not lost for being silent."""
         self._pings: dict[str, tuple[Any, Any]] = {}
         """Keepers of jobs that train, by name, and what they were asked."""
+        self._unheard: dict[str, set[int]] = {}
+        """Seats by job, of those whose keepers were asked what they hold."""
 
     def capacities(self) -> list[NodeCapacity]:
         import ray
@@ -238,6 +243,7 @@ class RayNodeGroups:
         return found
 
     def release(self, job: str) -> None:
+        self._unheard.pop(job, None)
         self.give_back(job, [NodeSlot("", "", number, 0) for number in _seat_numbers(job)])
 
     def copies(self, job: str) -> dict[int, Inventory]:
@@ -248,12 +254,19 @@ class RayNodeGroups:
         if asked:
             ray.wait(list(asked), num_returns=len(asked), timeout=PING_S)
         found = {}
+        silent = set()
         for reference, number in asked.items():
             try:
                 found[number] = ray.get(reference, timeout=0)
             except ray.exceptions.RayError as error:
                 logger.warning("seat %d of %s doesn't say what it holds: %s", number, job, error)
+                if not isinstance(error, ray.exceptions.ActorDiedError):
+                    silent.add(number)
+        self._unheard[job] = silent
         return found
+
+    def silent(self, job: str) -> set[int]:
+        return self._unheard.get(job, set())
 
     def write_copies(self, order: DiskOrder) -> dict[int, str]:
         import ray

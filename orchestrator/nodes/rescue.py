@@ -39,7 +39,7 @@ from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
 STORAGE_S = 300.0
-"""Seconds that nodes are held for a storage that fails."""
+"""Seconds that nodes are held for a storage that fails, or a keeper that doesn't answer."""
 AGAIN_S = 10.0
 """Seconds between two tries."""
 
@@ -70,7 +70,8 @@ class Rescue:
             del self._threads[row.id]
             return True
         held = self._groups.copies(row.id)
-        if not any(inventory.nbytes for inventory in held.values()):
+        nothing = not any(inventory.nbytes for inventory in held.values())
+        if nothing and not self._groups.silent(row.id):
             return True
         # The disk may take its time to say what it has.
         thread = threading.Thread(
@@ -83,8 +84,12 @@ class Rescue:
     def _run(self, job: str, held: Mapping[int, Inventory]) -> None:
         try:
             last = self._store.attempts.resume_state(job)
-            told = self._rescue(last, held)
             deadline = time.monotonic() + STORAGE_S
+            while self._groups.silent(job) and time.monotonic() < deadline:
+                # One that is busy with gigabytes may hold what the others lack.
+                time.sleep(min(AGAIN_S, STORAGE_S))
+                held = self._groups.copies(job)
+            told = self._rescue(last, held)
             while told and _storage_fails(told, last.job_dir) and time.monotonic() < deadline:
                 # What ends ranks is often the storage, which comes back.
                 time.sleep(min(AGAIN_S, STORAGE_S))

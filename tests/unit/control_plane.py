@@ -38,6 +38,9 @@ class FakeGroups:
         """Seats (job, number) whose keeper died."""
         self.keepers: dict[str, dict[int, Keeper]] = {}
         """Keepers that hold something, by job and seat."""
+        self.mute = 0
+        """Times that keepers don't say what they hold before they do."""
+        self.unheard: set[int] = set()
 
     def free(self) -> dict[str, int]:
         left = dict(self.total)
@@ -107,7 +110,15 @@ class FakeGroups:
 
     def copies(self, job: str) -> dict[int, Inventory]:
         keepers = self.keepers.get(job, {})
+        if self.mute > 0:
+            self.mute -= 1
+            self.unheard = set(keepers)
+            return {}
+        self.unheard = set()
         return {seat: keeper.inventory(job) for seat, keeper in keepers.items()}
+
+    def silent(self, job: str) -> set[int]:
+        return self.unheard
 
     def write_copies(self, order: DiskOrder) -> dict[int, str]:
         failed = {}

@@ -236,6 +236,29 @@ def test_a_storage_that_comes_back_meanwhile_is_waited_for(
     assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_failed")
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_keepers_that_take_their_time_to_say_what_they_hold_are_waited_for(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+    job = RestingJob(plane)
+    job.hold(15)
+    plane.groups.mute = times
+    job.end()
+    assert job.on_disk() == [15]
+
+
+def test_keepers_that_never_say_so_hold_no_nodes_for_ever(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.nodes.rescue.STORAGE_S", 0.05)
+    job = RestingJob(plane)
+    job.hold(15)
+    plane.groups.mute = 1_000_000
+    job.end()
+    assert job.on_disk() == [] and job.id not in plane.groups.held
+
+
 def test_what_failed_is_told_though_the_keepers_die_while_the_storage_is_waited_for(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
