@@ -34,7 +34,9 @@ from deploy.kubernetes import (
 from deploy.kubernetes_beside import GROUP_LABEL, beside, pod_labels
 from deploy.ray_options import (
     DASHBOARD_PORT,
+    EXIT_S,
     GCS_PORT,
+    HEAD_GRACE_S,
     LOOPBACK,
     OPEN_FILES,
     api_options,
@@ -59,8 +61,6 @@ STAYS = {
 }
 """Annotations: whoever adds and takes nodes leaves these pods' alone (Karpenter within its pool's
 terminationGracePeriod); a drain evicts them."""
-GRACE_S = 180
-"""Seconds that the head has to pause its jobs, each after a checkpoint."""
 JOB_FILE = "job.yaml"
 JOB_FOLDER = "/octavo/job"
 DIGEST = 8
@@ -168,7 +168,7 @@ def _head(
     command = (
         f"{copied}{OPEN_FILES}; exec python -m deploy.serve {home} "
         f"--address $POD_IP:{GCS_PORT} {api_options(profile, *files)} "
-        f"--grace {GRACE_S - 30} --head -- {' '.join(options)}"
+        f"--grace {HEAD_GRACE_S - EXIT_S} --head -- {' '.join(options)}"
     )
     variables = [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -205,7 +205,7 @@ def _head(
         **probes(healthy(RAYLET_HEALTH, GCS_HEALTH)),
     }
     pod = _pod(profile, container, volumes, mounts, f"{head_shared_memory(profile)}Mi")
-    pod["terminationGracePeriodSeconds"] = GRACE_S
+    pod["terminationGracePeriodSeconds"] = HEAD_GRACE_S
     # Only the autoscaler, which KubeRay gives an account of its own, speaks to Kubernetes.
     if not scales:
         pod["automountServiceAccountToken"] = False

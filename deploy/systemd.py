@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deploy.cluster_profile import ClusterProfile, NodeGroup
-from deploy.ray_options import GCS_PORT, api_options, environment, head_options, node_options
+from deploy.ray_options import (
+    EXIT_S,
+    GCS_PORT,
+    HEAD_GRACE_S,
+    api_options,
+    environment,
+    head_options,
+    node_options,
+)
 
 HEAD_UNIT = "octavo-head.service"
-GRACE_S = 180
 TOKEN = "/etc/octavo/ray-token"
 
 
@@ -36,7 +43,7 @@ def head_service(profile: ClusterProfile) -> str:
         f"{profile.hosts.environment}/bin/python -m deploy.serve {profile.storage.home.path} "
         f"--address {address}:{GCS_PORT} "
         f"{api_options(profile, security.tls_cert, security.tls_key)} "
-        f"--grace {GRACE_S - 30} --head -- {' '.join(options)}"
+        f"--grace {HEAD_GRACE_S - EXIT_S} --head -- {' '.join(options)}"
     )
     given = environment(profile)
     files = []
@@ -53,7 +60,7 @@ def head_service(profile: ClusterProfile) -> str:
         f"Octavo's controller and Ray's head of {profile.name}",
         command,
         given,
-        [*files, f"ReadWritePaths={' '.join(writable)}", f"TimeoutStopSec={GRACE_S}"],
+        [*files, f"ReadWritePaths={' '.join(writable)}", f"TimeoutStopSec={HEAD_GRACE_S}"],
     )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.preflight import SPEC_FILE
 from orchestrator.controller.changes import Changes
-from orchestrator.controller.spec_copy import COPY
 from orchestrator.controller.webhooks import check_webhook
 from orchestrator.saved.resume_from import check_resume_from
 from orchestrator.spec.errors import Source
@@ -71,7 +71,7 @@ class Intake:
         folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job
         try:
             (folder / "logs").mkdir(parents=True)
-            (folder / COPY).write_text(spec_yaml(spec))
+            (folder / SPEC_FILE).write_text(spec_yaml(spec))
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise no_job_directory(folder.parent, file, error) from None

@@ -12,19 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from launch.preflight import SPEC_FILE
 from orchestrator.spec.errors import Problem, SpecError
 from orchestrator.spec.job import JobSpec, spec_yaml
 
 logger = logging.getLogger(__name__)
-
-COPY = "spec.yaml"
 
 
 @contextmanager
 def replaced_copy(folder: Path, spec: JobSpec, file: str) -> Iterator[None]:
     """Write ``spec`` beside the copy that is there, and put it in its place once the body, which
     stores it, is through. Raises ``SpecError`` before that; ``file``: as what a person named it."""
-    beside = folder / f".{COPY}.{secrets.token_hex(3)}"
+    beside = folder / f".{SPEC_FILE}.{secrets.token_hex(3)}"
     try:
         try:
             beside.write_text(spec_yaml(spec))
@@ -36,13 +35,13 @@ def replaced_copy(folder: Path, spec: JobSpec, file: str) -> Iterator[None]:
             beside.unlink()
         raise
     try:
-        beside.replace(folder / COPY)
+        beside.replace(folder / SPEC_FILE)
     except OSError:
         # The job goes on as the store has it.
         logger.exception("the copy of the spec in %s is an older one", folder)
 
 
 def _not_written(folder: Path, file: str, error: OSError) -> SpecError:
-    message = f"{COPY} can't be written there: {error.strerror or error}; the job is as it was"
+    message = f"{SPEC_FILE} can't be written there: {error.strerror or error}; the job is as it was"
     remedy = "make room, or mend the path, and ask again"
     return SpecError([Problem(file, "checkpoint.storage_path", str(folder), message, remedy)])
