@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from launch.keeper import Keeper
+from launch.preflight import SPEC_FILE
 from monitoring.records import StepRecord
 from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import (
@@ -23,7 +24,7 @@ from orchestrator.protocol import (
     supervisor_actor,
 )
 from orchestrator.spec.completion import complete
-from orchestrator.spec.job import JobSpec
+from orchestrator.spec.job import JobSpec, spec_yaml
 from orchestrator.supervision.supervisor import Supervisor
 from tests.unit.scripted_job import ScriptedController
 
@@ -35,6 +36,8 @@ class StoringController(ScriptedController):
 
     def __init__(self, spec: JobSpec, job_dir: Path, slots: int) -> None:
         super().__init__(spec, job_dir)
+        job_dir.mkdir(parents=True, exist_ok=True)
+        (job_dir / SPEC_FILE).write_text(spec_yaml(spec))
         self._slots = slots
 
     def resume(self) -> ResumeState:

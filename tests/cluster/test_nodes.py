@@ -142,6 +142,11 @@ def test_seats_are_pinned_replaced_and_given_back_one_by_one(
     assert desk.fill(store.job("seated-1"), 4.0) is None, "no node is free for a spare"
 
     # A quarantined one is left for a new node, while a new spare is found once there is one.
+    held = keeper_actor("seated-1", 0)
+    at = replace(key, rank=0)
+    KeeperStore(ray.get_actor(held, namespace=NAMESPACE), Parcels(), name=held).put(
+        at, payload, digest_of(payload)
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     until(lambda: len(groups.capacities()) == 5, "two new nodes")
