@@ -237,7 +237,7 @@ def test_relays_of_several_levels_bring_the_supervisor_one_part_of_a_step_each(
 def test_a_lost_nodes_rank_goes_on_elsewhere_from_its_partners_copy_to_the_bit(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    training = small_spec(tmp_path).training.model_dump() | {"steps": 40}
+    training = small_spec(tmp_path).training.model_dump() | {"steps": 200}
     spec = small_spec(
         tmp_path,
         training=training,
