@@ -16,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-unit test-processes test-gpu lint bench incidents faults deploy-hosts audit clean
+.PHONY: install demo test test-unit test-ranks test-processes test-gpu lint bench incidents faults deploy-hosts audit clean
 
 install: $(STAMP)
 
@@ -34,14 +34,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/octavo run deploy/jobs/demo.yaml --out $(OUT)
 
-# Tests within one process share the cores; those that start ranks have all of them.
-test: test-unit test-processes
+# Tests within one process share the cores, and so do two jobs' ranks, which wait for each other most
+# of the time; hosts and Ray clusters have the machine to themselves.
+test: test-unit test-ranks test-processes
 
 test-unit: install
 	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8 --durations 10
 
+test-ranks: install
+	$(BIN)/python -m pytest tests/ranks -n 2 --dist loadfile --durations 10
+
 test-processes: install
-	$(BIN)/python -m pytest --ignore tests/unit --durations 30
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/ranks --durations 30
 
 # What was measured is in OUT; without a GPU everything is skipped, with the reason.
 test-gpu:
