@@ -135,7 +135,8 @@ class RankFileReader:
         path = folder / file.name
         self._file = file
         self._digests = _noted(path)
-        if digest_of_chunks(self._digests) != file.digest:
+        chunks = -(-file.nbytes // CHUNK)
+        if len(self._digests) != chunks or digest_of_chunks(self._digests) != file.digest:
             # The note is lost; the file itself may be whole.
             with os.fdopen(open_regular(path), "rb") as stream:
                 self._digests = chunk_digests_of(stream)

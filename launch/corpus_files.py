@@ -39,7 +39,7 @@ class _Look:
             if rest:
                 yield from self.below(folder, name, rest)
             for entry in self._entries(folder):
-                if entry.is_dir(follow_symlinks=False):
+                if _is_folder(entry, linked=False):
                     yield from self.below(entry.path, f"{name}{entry.name}/", parts)
         elif _is_plain(part):
             yield from self._named(folder, name, part, rest)
@@ -48,9 +48,9 @@ class _Look:
             for entry in self._entries(folder):
                 if not matches(entry.name):
                     continue
-                if not rest and entry.is_file():
+                if not rest and _is_file(entry):
                     yield name + entry.name
-                elif rest and entry.is_dir():
+                elif rest and _is_folder(entry, linked=True):
                     yield from self.below(entry.path, f"{name}{entry.name}/", rest)
 
     def _named(self, folder: str, name: str, part: str, rest: tuple[str, ...]) -> Iterator[str]:
@@ -75,3 +75,17 @@ class _Look:
 
 def _is_plain(part: str) -> bool:
     return not any(sign in part for sign in "*?[")
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link to itself, or through a folder that may not be read
+        return False
+
+
+def _is_folder(entry: os.DirEntry[str], *, linked: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=linked)
+    except OSError:
+        return False

@@ -196,11 +196,12 @@ def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> 
         elif slow is not None and link.mbit_s < slow:
             told = f"{link.mbit_s:.0f} Mbit/s, and preflight.min_bandwidth_mbit_s is {slow:g}"
             bad.setdefault(frozenset((link.one, link.other)), told)
+    # Those that aren't new have worked together, though nobody has tried it now.
     work = {
         place
         for link in links
         for place in (link.one, link.other)
-        if frozenset((link.one, link.other)) not in bad
+        if place not in newcomers or frozenset((link.one, link.other)) not in bad
     }
     found: dict[int, Failure] = {}
     while bad:

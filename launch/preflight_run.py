@@ -39,7 +39,8 @@ MEETING_S = 15.0
 LEAST_ROUNDS = 3
 """Made even when the time is over: of three nodes, two tell which one is at fault."""
 GIVEN_UP_AFTER = 2
-"""Meetings that fail, without one that works, after which a node is met no more."""
+"""Meetings with nodes of which other links work that fail, without one that works, after which a
+node is met no more."""
 ROUNDS_AGAIN = 2
 """Of meetings that failed between nodes of which other links work."""
 
@@ -79,8 +80,8 @@ class PreflightRun:
         self._round = 0
         self._to_come: list[list[tuple[int, int]]] = []
         """Rounds of meetings."""
-        self._meetings: dict[int, tuple[int, Any]] = {}
-        """By place, what hasn't been answered: of which round, and the reference."""
+        self._meetings: dict[int, tuple[int, int, Any]] = {}
+        """By place, what hasn't been answered: of which round, with whom, and the reference."""
         self._tried_again = False
         self._round_ends = 0.0
         self._links: list[Link] = []
@@ -144,9 +145,11 @@ class PreflightRun:
             for pair in self._to_come.pop(0):
                 host = self._seats[pair[0]]
                 if host.node_id in self._newcomers and out.isdisjoint(pair):
+                    # What comes of it stands in place of what came of it before.
+                    self._links = [x for x in self._links if {x.one, x.other} != {*pair}]
                     for place in pair:
                         self._ask_to_meet(pair, place)
-            if any(number == self._round for number, _ in self._meetings.values()):
+            if any(number == self._round for number, _, _ in self._meetings.values()):
                 self._round_ends = now + MEETING_S
                 return True
 
@@ -158,8 +161,6 @@ class PreflightRun:
         failed = {tuple(sorted((link.one, link.other))) for link in self._links if link.error}
         again = [(one, other) for one, other in failed if out.isdisjoint((one, other))]
         self._to_come = apart(again, ROUNDS_AGAIN)
-        anew = {frozenset(pair) for met in self._to_come for pair in met}
-        self._links = [x for x in self._links if frozenset((x.one, x.other)) not in anew]
 
     def _ask_to_meet(self, pair: tuple[int, int], place: int) -> None:
         host, seat = self._seats[pair[0]], self._seats[place]
@@ -172,12 +173,13 @@ class PreflightRun:
             timeout_s=LINK_TIMEOUT_S,
             on_gpu=self._demand.on_gpu,
         )
-        self._meetings[place] = (self._round, self._ask(seat.node_id, meet, meeting))
+        (other,) = {*pair} - {place}
+        self._meetings[place] = (self._round, other, self._ask(seat.node_id, meet, meeting))
 
     def _met(self, now: float) -> bool:
         """Take in what came of meetings, late ones of rounds before too; whether the round is
         over."""
-        for place, (number, reference) in list(self._meetings.items()):
+        for place, (number, _, reference) in list(self._meetings.items()):
             node_id = self._seats[place].node_id
             if (number, node_id) not in self._answered:
                 continue
@@ -187,21 +189,26 @@ class PreflightRun:
                 self._failed[node_id] = Failure(f"its links could not be tried: {error}", False)
             else:
                 self._links.append(link)
-        waited_for = any(number == self._round for number, _ in self._meetings.values())
+        waited_for = any(number == self._round for number, _, _ in self._meetings.values())
         return not waited_for or now > self._round_ends
 
     def _out(self) -> set[int]:
         """Places that are met no more: they don't answer, or none of their links works."""
         works = {link.one for link in self._links if not link.error}
-        failing = Counter(link.one for link in self._links if link.error)
+        # With a node that is no better off it may be the other's fault.
+        failing = Counter(x.one for x in self._links if x.error and x.other in works)
         dead = {p for p, count in failing.items() if count >= GIVEN_UP_AFTER and p not in works}
         gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
         return dead | gone | set(self._meetings)
 
     def _lay_blame(self) -> None:
-        for place in self._meetings:
-            told = f"no answer for {MEETING_S:.0f} s while its links were tried"
-            self._failed[self._seats[place].node_id] = Failure(told, False)
+        told = f"no answer for {MEETING_S:.0f} s while its links were tried"
+        for place, (number, other, _) in self._meetings.items():
+            if self._meetings.get(other, (0, 0))[0] == number:
+                # Neither came back: one may have held up the other.
+                self._links.append(Link(place, other, 0.0, told))
+            else:
+                self._failed[self._seats[place].node_id] = Failure(told, False)
         gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
         links = [link for link in self._links if gone.isdisjoint((link.one, link.other))]
         newcomers = [i for i, s in enumerate(self._seats) if s.node_id in self._newcomers]

@@ -70,7 +70,12 @@ class Intake:
         job = f"{spec.name}-{secrets.token_hex(3)}"
         folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job
         try:
-            (folder / "logs").mkdir(parents=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            # Also where there is one of that name: another job's, which is left as it is.
+            raise no_job_directory(folder.parent, file, error) from None
+        try:
+            (folder / "logs").mkdir()
             (folder / SPEC_FILE).write_text(spec_yaml(spec))
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)

@@ -158,10 +158,11 @@ class Preemption:
         mine = [r for r in self._store.controls.of(victim.id) if r.control.key.startswith(prefix)]
         return (
             bool(mine)
-            and mine[-1].state == "refused"
+            and mine[-1].answered_at is not None
             and (
+                # Done or refused: under the same key nothing would be asked again.
                 mine[-1].control.key == f"{prefix}{victim.attempt}"
-                or now - (mine[-1].answered_at or 0.0) < REFUSED_REST_S
+                or (mine[-1].state == "refused" and now - mine[-1].answered_at < REFUSED_REST_S)
             )
         )
 

@@ -112,6 +112,10 @@ _COMMON: tuple[tuple[str, str], ...] = (
 """What a check's failures on many nodes have in common, the first pattern that is found in it."""
 
 
+_OF_THE_MACHINE = ("device", "matmul gave a wrong result", "FP8 cast gave a wrong result")
+"""Checks that no job and no other machine has a part in: two nodes may well fail them by chance."""
+
+
 def barring(
     quarantines: Sequence[Quarantine],
     nodes: Iterable[NodeCapacity | NodeSlot],
@@ -239,8 +243,11 @@ def _alike(
     check = check_of(case.message)
     alike = [a for a in past if a.kind == case.kind and check_of(a.message) == check]
     mine = [a for a in alike if a.job == case.job]
-    if nodes and _machines(alike) > max(1, nodes / 2):
+    of_itself = check.startswith(_OF_THE_MACHINE)
+    if nodes and _machines(alike) > max(2 if of_itself else 1, nodes / 2):
         return alike
+    if of_itself:
+        return []
     return mine if _machines(mine) > max(1, passed) else []
 
 

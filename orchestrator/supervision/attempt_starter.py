@@ -124,11 +124,14 @@ class AttemptStarter:
             master = job.group.master()
         except NodeSilentError as error:
             return died([RankEnd(0, "lost", error=str(error))], attempt.facts, now)
+        asked = job.clock()
         points = job.starts.choose(attempt)
         for folder, why in job.starts.left_out():
             job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
         if attempt.resume.step >= 0 and (keepers := job.starts.unheard(points)):
-            # For as long as an attempt may take to its first step.
+            # For as long as an attempt may take to its first step: what they take is its own time,
+            # which ``held_up`` will give it otherwise.
+            attempt.held_up(asked - job.clock())
             if self._awaited != attempt.facts.attempt:
                 self._awaited = attempt.facts.attempt
                 job.journal.happened(notices.keepers_awaited(keepers), job.clock())

@@ -68,7 +68,7 @@ class Outbox:
         self._light = 0
         """Of the queue, how many of the oldest have lost what is heavy."""
         self._states = 0
-        """Of the queue, how many have a state of the detectors."""
+        """How many of the others have a state of the detectors."""
         self._changed = threading.Condition()
         self._added = self._stored = 0
         self._urgent = False
@@ -123,10 +123,11 @@ class Outbox:
             told = self._queue[self._light]
             if told.step is not None:
                 told = replace(told, step={**told.step, **NO_STATISTICS})
-            if told.detector_state is not None and self._states > 1:
-                # The newest one is all that is kept of them.
-                told = replace(told, detector_state=None)
+            if told.detector_state is not None:
                 self._states -= 1
+                if self._states:
+                    # A newer one is on its way.
+                    told = replace(told, detector_state=None)
             self._queue[self._light] = told
             self._light += 1
 
@@ -150,8 +151,10 @@ class Outbox:
             chunk: list[Told] = []
             while self._queue and len(chunk) < MOST_ITEMS:
                 told = self._queue.popleft()
-                self._light = max(0, self._light - 1)
-                self._states -= told.detector_state is not None
+                if self._light:
+                    self._light -= 1
+                else:
+                    self._states -= told.detector_state is not None
                 chunk.append(told)
                 if told.transition is not None:
                     break  # a batch has one transition, after all that came before it

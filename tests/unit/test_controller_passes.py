@@ -383,6 +383,18 @@ def test_a_disk_that_is_full_leaves_no_directory_of_a_job_that_was_not_taken_in(
     assert list(plane.jobs_dir.iterdir()) == [] and plane.store.jobs() == []
 
 
+def test_a_folder_of_the_drawn_name_is_another_jobs_and_stays_as_it_is(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plane.submit()
+    folder = Path(plane.store.job(job).job_dir)
+    (folder / "checkpoints").mkdir()
+    monkeypatch.setattr("secrets.token_hex", lambda _: job.rpartition("-")[2])
+    with pytest.raises(SpecError):
+        plane.submit()
+    assert (folder / "checkpoints").is_dir() and (folder / "spec.yaml").is_file()
+
+
 def test_a_submitted_job_has_its_directory_with_the_completed_spec(plane: ControlPlane) -> None:
     job = plane.submit()
     folder = Path(plane.store.job(job).job_dir)

@@ -32,6 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "a" / "a_link").symlink_to(root / "b", target_is_directory=True)
     (root / "b" / "loop").symlink_to(root, target_is_directory=True)
     (root / "gone.txt").symlink_to(root / "nowhere")
+    (root / "a" / "ab.txt").symlink_to(root / "a" / "ab.txt")
     return root
 
 

@@ -155,6 +155,13 @@ def test_of_two_nodes_whose_link_fails_the_newcomer_is_named() -> None:
     assert list(blame(links(2, {0}), [0, 1], LIMITS)) == [1]
 
 
+def test_a_newcomer_some_of_whose_links_fail_is_named_and_not_those_that_have_worked() -> None:
+    told = [Link(0, n, 900.0, "timed out" if n in (2, 3) else "") for n in range(1, 8)]
+    assert list(blame(told, [0], LIMITS)) == [0]
+    slow = [Link(0, n, 900.0 if n == 1 else 40.0) for n in range(1, 8)]
+    assert list(blame(slow, [0], replace(LIMITS, min_bandwidth_mbit_s=100))) == [0]
+
+
 def test_a_link_that_is_too_slow_fails_only_where_a_limit_is_set() -> None:
     slow = [Link(0, 1, 40.0), Link(1, 0, 41.0)]
     assert blame(slow, [0, 1], LIMITS) == {}
@@ -286,13 +293,15 @@ def test_whole_nodes_meet_each_other_over_gloo(monkeypatch: pytest.MonkeyPatch) 
     assert verdict.slowest_mbit_s is not None and verdict.slowest_mbit_s > 0
 
 
-@pytest.mark.parametrize(("nodes", "cut"), [(3, 0), (3, 1), (3, 2), (6, 4)])
-def test_of_nodes_that_meet_the_one_without_a_network_is_named_and_no_other(
-    nodes: int, cut: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("nodes", "cut"), [(3, {0}), (3, {1}), (3, {2}), (6, {4}), (4, {0, 1}), (6, {1, 3})]
+)
+def test_of_nodes_that_meet_those_without_a_network_are_named_and_no_other(
+    nodes: int, cut: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = preflight_of(Nodes(nodes, cut={cut}), monkeypatch).failed
-    assert list(failed) == [f"node{cut}"]
-    assert "links failed" in failed[f"node{cut}"].reason
+    failed = preflight_of(Nodes(nodes, cut=cut), monkeypatch).failed
+    assert failed.keys() == {f"node{place}" for place in cut}
+    assert all("links failed" in failure.reason for failure in failed.values())
 
 
 def test_a_link_that_fails_once_keeps_no_node_from_its_work(

@@ -178,6 +178,13 @@ class TestWhatNodesHaveInCommon:
         ):
             assert isinstance(answer, Quarantine) and answer.kind == "preflight"
 
+    def test_two_machines_that_compute_wrongly_are_two_faults(self) -> None:
+        for what in ("matmul gave a wrong result: 3 of 9", "device: no driver"):
+            answer = judged(checked(1, what), checked(2, what), passed=0, nodes=3)
+            assert isinstance(answer, Quarantine) and answer.kind == "preflight"
+            third = judged(checked(1, what), checked(2, what), checked(3, what), nodes=4)
+            assert isinstance(third, Shared), "most of a cluster: what was installed on it"
+
     def test_node_after_node_gives_back_what_this_alone_had_cost(self) -> None:
         first = checked(1)
         entry = judged(first, passed=1)
@@ -225,7 +232,7 @@ class TestWhatNodesHaveInCommon:
             (one, "the network between the job's nodes"),
             ("matmul gave a wrong result: cuda:1", "what was installed on all of them"),
         ):
-            answer = judged(checked(1, told), checked(2, told))
+            answer = judged(*(checked(n, told) for n in (1, 2, 3)), nodes=4)
             assert isinstance(answer, Shared) and where in answer.look_at
 
 
