@@ -13,6 +13,7 @@ from importlib.metadata import version
 from deploy.cluster_profile import ClusterProfile, NodeGroup
 from deploy.profile_values import mebibytes
 from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.lifecycle import LONGEST_STOP_S
 
 GCS_PORT = 6379
 DASHBOARD_PORT = 8265
@@ -21,9 +22,9 @@ NODE_GROUP_VARIABLE = "RAY_NODE_TYPE_NAME"
 LOOPBACK = "127.0.0.1"
 EXIT_S = 30
 """Seconds that the head has for itself once its jobs are paused."""
-HEAD_GRACE_S = 720 + EXIT_S
-"""Seconds that a platform gives the head to pause its jobs, each after a checkpoint: longer than a
-job's supervisor lets any stop take. It exits as soon as they are."""
+HEAD_GRACE_S = int(LONGEST_STOP_S) + EXIT_S
+"""Seconds that a platform gives the head to pause its jobs, each after a checkpoint. It exits as
+soon as they are."""
 OPEN_FILES = 'ulimit -n 65536 2> /dev/null || ulimit -n "$(ulimit -Hn)"'
 """For a shell: as many as Ray wants, or as many as it may have."""
 

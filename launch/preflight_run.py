@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from launch.preflight import (
@@ -48,6 +49,16 @@ Asked = tuple[int, str]
 """Round, 0 for the probes, and node."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A node's word on a meeting."""
+
+    round: int
+    other: int
+    """Place of whom it meets."""
+    reference: Any
+
+
 class PreflightRun:
     """One check of ``seats``; only links with one of ``newcomers`` (node ids) are tried."""
 
@@ -80,8 +91,8 @@ class PreflightRun:
         self._round = 0
         self._to_come: list[list[tuple[int, int]]] = []
         """Rounds of meetings."""
-        self._meetings: dict[int, tuple[int, int, Any]] = {}
-        """By place, what hasn't been answered: of which round, with whom, and the reference."""
+        self._awaited: dict[int, _Awaited] = {}
+        """By place, what hasn't been answered."""
         self._tried_again = False
         self._round_ends = 0.0
         self._links: list[Link] = []
@@ -149,7 +160,7 @@ class PreflightRun:
                     self._links = [x for x in self._links if {x.one, x.other} != {*pair}]
                     for place in pair:
                         self._ask_to_meet(pair, place)
-            if any(number == self._round for number, _, _ in self._meetings.values()):
+            if self._under_way():
                 self._round_ends = now + MEETING_S
                 return True
 
@@ -174,23 +185,27 @@ class PreflightRun:
             on_gpu=self._demand.on_gpu,
         )
         (other,) = {*pair} - {place}
-        self._meetings[place] = (self._round, other, self._ask(seat.node_id, meet, meeting))
+        asked = self._ask(seat.node_id, meet, meeting)
+        self._awaited[place] = _Awaited(self._round, other, asked)
 
     def _met(self, now: float) -> bool:
         """Take in what came of meetings, late ones of rounds before too; whether the round is
         over."""
-        for place, (number, _, reference) in list(self._meetings.items()):
+        for place, awaited in list(self._awaited.items()):
             node_id = self._seats[place].node_id
-            if (number, node_id) not in self._answered:
+            if (awaited.round, node_id) not in self._answered:
                 continue
-            del self._meetings[place]
-            link, error = _result(reference)
+            del self._awaited[place]
+            link, error = _result(awaited.reference)
             if error:
                 self._failed[node_id] = Failure(f"its links could not be tried: {error}", False)
             else:
                 self._links.append(link)
-        waited_for = any(number == self._round for number, _, _ in self._meetings.values())
-        return not waited_for or now > self._round_ends
+        return not self._under_way() or now > self._round_ends
+
+    def _under_way(self) -> bool:
+        """Whether anybody still has to answer of this round."""
+        return any(awaited.round == self._round for awaited in self._awaited.values())
 
     def _out(self) -> set[int]:
         """Places that are met no more: they don't answer, or none of their links works."""
@@ -199,14 +214,15 @@ class PreflightRun:
         failing = Counter(x.one for x in self._links if x.error and x.other in works)
         dead = {p for p, count in failing.items() if count >= GIVEN_UP_AFTER and p not in works}
         gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
-        return dead | gone | set(self._meetings)
+        return dead | gone | set(self._awaited)
 
     def _lay_blame(self) -> None:
         told = f"no answer for {MEETING_S:.0f} s while its links were tried"
-        for place, (number, other, _) in self._meetings.items():
-            if self._meetings.get(other, (0, 0))[0] == number:
+        for place, awaited in self._awaited.items():
+            partner = self._awaited.get(awaited.other)
+            if partner is not None and partner.round == awaited.round:
                 # Neither came back: one may have held up the other.
-                self._links.append(Link(place, other, 0.0, told))
+                self._links.append(Link(place, awaited.other, 0.0, told))
             else:
                 self._failed[self._seats[place].node_id] = Failure(told, False)
         gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}

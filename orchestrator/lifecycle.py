@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+LONGEST_STOP_S = 720.0
+"""Seconds after which a stop is over, its last checkpoint and the end by force included: what
+whoever waits for one waits. Ranks' steps of many seconds come beside it."""
+
 
 class JobState(Enum):
     """Where a job stands. ``terminal``: it ended; ``holds_nodes``: it owns a node group."""

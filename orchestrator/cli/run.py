@@ -21,13 +21,10 @@ from orchestrator.cli.show import CommandError, Output, exit_code
 from orchestrator.cli.watch import follow
 from orchestrator.cluster.local import LocalError, Starting
 from orchestrator.cluster.private_home import PrivateHome, sweep
+from orchestrator.lifecycle import LONGEST_STOP_S
 from orchestrator.placement.placement import need_of
 from orchestrator.spec.errors import Problem, SpecError
 from orchestrator.spec.job import JobSpec, load_spec, spec_data
-
-CANCEL_S = 720.0
-"""Seconds that an interrupted job has to save a checkpoint and its summary: longer than any stop
-takes, for who has no time for that interrupts again."""
 
 
 def run_job(file: Path, out: Path | None, *, keep_home: bool, output: Output) -> int:
@@ -121,7 +118,7 @@ class _Work:
         print(f"ending {job} after a checkpoint; again to end it at once", file=self._told)
         with contextlib.suppress(ClientError, KeyboardInterrupt):
             self.job = client.cancel(job, reason)
-            deadline = time.monotonic() + CANCEL_S
+            deadline = time.monotonic() + LONGEST_STOP_S
             while not self.job["settled"] and time.monotonic() < deadline:
                 time.sleep(0.1)
                 self.job = client.job(job)

@@ -26,6 +26,7 @@ from orchestrator.cluster.local import (
 from orchestrator.home.folder import HOME_VARIABLE, Home, HomeConfig, TokenExposedError
 from orchestrator.home.listening import ListeningError, check_listening
 from orchestrator.home.redis_tables import RedisError, RedisTables
+from orchestrator.lifecycle import LONGEST_STOP_S
 
 FEWEST_SLOTS = 4
 NO_REDIS = "none"
@@ -33,9 +34,6 @@ CHANGE = "`octavo down` first to change that"
 ELSEWHERE = f"name a folder that you may write to, with --home or ${HOME_VARIABLE}"
 RUNS = ("starting", "running", "recovering")
 """States of jobs that have something to end."""
-DOWN_S = 720.0
-"""Seconds that jobs have to save their last checkpoints: longer than their supervisors, and the
-controller by force, let any stop take."""
 
 
 def bring_up(
@@ -159,7 +157,7 @@ def bring_down(home: Home, user: str, output: Output) -> int:
 
 
 def _end_jobs(client: Client, reason: str, told: TextIO) -> list[dict[str, Any]]:
-    """Cancel what runs and wait for the last checkpoints, for ``DOWN_S`` at most.
+    """Cancel what runs and wait for the last checkpoints, for ``LONGEST_STOP_S`` at most.
 
     The jobs that were not at rest, as last seen; those that wait in the queue stay there.
     """
@@ -172,7 +170,7 @@ def _end_jobs(client: Client, reason: str, told: TextIO) -> list[dict[str, Any]]
         file=told,
         flush=True,
     )
-    deadline = time.monotonic() + DOWN_S
+    deadline = time.monotonic() + LONGEST_STOP_S
     with contextlib.suppress(KeyboardInterrupt):
         for name in going:
             # One that has ended and holds its nodes for a moment more is only waited for.

@@ -6,10 +6,12 @@ it comes under its key, is one job.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from orchestrator.spec.storage import check_storage, no_job_directory
 from orchestrator.spec.trial import check_factory_model
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
+
+DRAWS = 16
+"""Ids that are drawn for a job at most, until there is one that no other has."""
 
 
 class SubmitConflictError(ValueError):
@@ -67,19 +72,10 @@ class Intake:
         spec = self.validate(data, file)
         if key and (known := self._store.job_of_key(key, by)) is not None:
             return _same_job(known, spec, key)
-        job = f"{spec.name}-{secrets.token_hex(3)}"
-        folder = (spec.checkpoint.storage_path or self._jobs_dir).absolute() / job
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            # Also where there is one of that name: another job's, which is left as it is.
-            raise no_job_directory(folder.parent, file, error) from None
-        try:
-            (folder / "logs").mkdir()
-            (folder / SPEC_FILE).write_text(spec_yaml(spec))
-        except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise no_job_directory(folder.parent, file, error) from None
+        folder = _new_folder(
+            (spec.checkpoint.storage_path or self._jobs_dir).absolute(), spec, file
+        )
+        job = folder.name
         stored = self._store.add_job(job, spec, str(folder), file, self._clock(), by=by, key=key)
         if stored != job:
             # It came twice at the same time.
@@ -93,3 +89,30 @@ def _same_job(known: JobRow, spec: JobSpec, key: str) -> JobRow:
     if known.spec != spec:
         raise SubmitConflictError(key, known.id)
     return known
+
+
+def _new_folder(root: Path, spec: JobSpec, file: str) -> Path:
+    """The folder of a new job, with its spec; its name is the job's id, and no other job's. Raises
+    ``SpecError``; then there is none."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = _drawn(root, spec.name)
+    except OSError as error:
+        raise no_job_directory(root, file, error) from None
+    try:
+        (folder / "logs").mkdir()
+        (folder / SPEC_FILE).write_text(spec_yaml(spec))
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise no_job_directory(root, file, error) from None
+    return folder
+
+
+def _drawn(root: Path, name: str) -> Path:
+    """A folder that was not there: among thousands of jobs of one name, an id is drawn twice."""
+    for _ in range(DRAWS):
+        folder = root / f"{name}-{secrets.token_hex(3)}"
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise FileExistsError(errno.EEXIST, "all names that were drawn are taken")

@@ -1,9 +1,9 @@
 """Room for a job of higher priority: which jobs are asked to go back into the queue, and how.
 
 Promises: a job is asked once an attempt for the same job, and not soon again after it could not
-save what it has trained; what it is asked is durable, as anything
-that a person asks; its supervisor writes a checkpoint first, and goes on where that can't be had;
-its nodes go to a job of higher priority or stay its own, whoever else waits.
+save what it has trained; what it is asked is durable, as anything that a person asks; its
+supervisor writes a checkpoint first, and goes on where that can't be had; its nodes go to a job of
+higher priority or stay its own, whoever else waits.
 """
 
 from __future__ import annotations

@@ -383,16 +383,22 @@ def test_a_disk_that_is_full_leaves_no_directory_of_a_job_that_was_not_taken_in(
     assert list(plane.jobs_dir.iterdir()) == [] and plane.store.jobs() == []
 
 
-def test_a_folder_of_the_drawn_name_is_another_jobs_and_stays_as_it_is(
+def test_an_id_that_is_drawn_twice_is_drawn_again_and_its_first_job_stays_as_it_is(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = plane.submit()
     folder = Path(plane.store.job(job).job_dir)
     (folder / "checkpoints").mkdir()
-    monkeypatch.setattr("secrets.token_hex", lambda _: job.rpartition("-")[2])
-    with pytest.raises(SpecError):
-        plane.submit()
+    taken = job.rpartition("-")[2]
+    drawn = iter([taken, taken, "fff000"])
+    with monkeypatch.context() as patched:
+        patched.setattr("secrets.token_hex", lambda _: next(drawn))
+        assert plane.submit().endswith("-fff000")
     assert (folder / "checkpoints").is_dir() and (folder / "spec.yaml").is_file()
+    with monkeypatch.context() as patched, pytest.raises(SpecError, match="all names"):
+        patched.setattr("secrets.token_hex", lambda _: taken)
+        plane.submit()
+    assert (folder / "checkpoints").is_dir()
 
 
 def test_a_submitted_job_has_its_directory_with_the_completed_spec(plane: ControlPlane) -> None:

@@ -229,6 +229,8 @@ class Nodes:
         self._cut, self._frozen = set(cut), set(frozen)
         self.trouble: set[frozenset[int]] = set()
         """Pairs whose next meeting fails."""
+        self.hang: frozenset[int] = frozenset()
+        """The pair that never comes back from its meeting."""
         self._pool = ThreadPoolExecutor(2 * nodes)
 
     def workers(self) -> dict[str, Any]:
@@ -236,7 +238,9 @@ class Nodes:
 
     def _worker(self, number: int) -> Any:
         def ask(function: Any, *arguments: Any) -> Any:
-            if function is meet and number in self._frozen:
+            if function is meet and (
+                number in self._frozen or frozenset(arguments[0].pair) == self.hang
+            ):
                 return SimpleNamespace(future=Future)
             if function is meet and (number in self._cut or self._troubled(arguments[0])):
                 return self._asked(self._lost, *arguments)
@@ -320,6 +324,13 @@ def test_a_frozen_node_is_named_and_the_others_meet_without_it(
     assert list(verdict.failed) == ["node1"]
     assert verdict.failed["node1"].reason == "no answer for 6 s while its links were tried"
     assert verdict.slowest_mbit_s is not None
+
+
+def test_two_that_hold_up_each_other_are_not_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(4)
+    nodes.hang = frozenset((0, 3))  # the first pair
+    verdict = preflight_of(nodes, monkeypatch)
+    assert len(verdict.failed) == 1 and verdict.failed.keys() < {"node0", "node3"}
 
 
 def test_what_was_not_tried_for_want_of_time_is_not_held_against_a_node(

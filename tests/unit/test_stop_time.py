@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.ray_options import EXIT_S, HEAD_GRACE_S
 from launch.commands import SnapshotReport
 from launch.training import WRITE_TIMEOUT_S
-from orchestrator.cli.run import CANCEL_S
-from orchestrator.cli.up import DOWN_S
 from orchestrator.controller.tending import CANCEL_GRACE_S
+from orchestrator.lifecycle import LONGEST_STOP_S
 from orchestrator.recovery.controls import Control
 from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
@@ -180,8 +178,7 @@ def test_ranks_that_gave_up_on_their_disk_say_so_in_the_refusal(bench: Make) -> 
 
 
 def test_who_waits_for_a_stop_waits_longer_than_it_may_take() -> None:
-    who_waits = (DOWN_S, CANCEL_S, HEAD_GRACE_S - EXIT_S)
-    assert min(who_waits) > END_TIMEOUT_S + CANCEL_GRACE_S
+    assert LONGEST_STOP_S > END_TIMEOUT_S + CANCEL_GRACE_S
     assert END_TIMEOUT_S > WRITE_TIMEOUT_S, "ranks that give up say why"
 
 
