@@ -16,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
-.PHONY: install demo test test-unit test-ranks test-processes test-gpu lint bench incidents faults deploy-hosts audit clean
+.PHONY: install demo test test-unit test-ranks test-clusters test-hosts test-gpu lint bench incidents faults deploy-hosts audit clean
 
 install: $(STAMP)
 
@@ -34,9 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/octavo run deploy/jobs/demo.yaml --out $(OUT)
 
-# Tests within one process share the cores, and so do two jobs' ranks, which wait for each other most
-# of the time; hosts and Ray clusters have the machine to themselves.
-test: test-unit test-ranks test-processes
+# Tests within one process share the cores, and so do two jobs' ranks and two Ray clusters, which
+# wait for each other most of the time; hosts have the machine to themselves.
+test: test-unit test-ranks test-clusters test-hosts
 
 test-unit: install
 	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8 --durations 10
@@ -44,8 +44,13 @@ test-unit: install
 test-ranks: install
 	$(BIN)/python -m pytest tests/ranks -n 2 --dist loadfile --durations 10
 
-test-processes: install
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/ranks --durations 30
+test-clusters: install
+	$(BIN)/python -m pytest tests/cluster tests/incidents -n 2 --dist loadfile --durations 20
+
+# And whatever else there is.
+test-hosts: install
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/ranks --ignore tests/cluster \
+		--ignore tests/incidents --durations 10
 
 # What was measured is in OUT; without a GPU everything is skipped, with the reason.
 test-gpu:
