@@ -225,8 +225,10 @@ class NodeDesk:
         rehearsed = {e["detail"]["rank"] for e in drilled}
         seen = self._store.past.incidents(row.id, row.attempt)
         checks = self._failed_checks(row, addresses)
-        cases = [*accused(seen, row.nodes, rehearsed, addresses, row.id), *checks]
-        working = {seat.node_id for seat in row.nodes if not seat.spare}
+        # Not where it stands now: some seats may have been replaced for what is told here.
+        seats = self._store.attempts.seats_of(row)
+        cases = [*accused(seen, seats, rehearsed, addresses, row.id), *checks]
+        working = {seat.node_id for seat in seats if not seat.spare}
         passed = len(working - {case.node_id for case in checks})
         need = need_of(row.spec)
         shared: list[Shared] = []

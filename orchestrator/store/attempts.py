@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection, RowMapping
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, state_named
+from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
 from orchestrator.recovery.resume import (
     NEWEST_CHECKPOINTS,
@@ -29,7 +30,14 @@ from orchestrator.store.batches import detector_state_of, store_batch
 from orchestrator.store.engine import Reads, Writes
 from orchestrator.store.group_commit import GroupCommit
 from orchestrator.store.past import PastRecords
-from orchestrator.store.rows import UnknownJobError, add_event, job_row, stored_job
+from orchestrator.store.rows import (
+    JobRow,
+    UnknownJobError,
+    add_event,
+    job_row,
+    seats_in,
+    stored_job,
+)
 from orchestrator.store.tables import attempts, jobs, steps
 from orchestrator.store.transitions import transition_refusal
 
@@ -64,7 +72,7 @@ class AttemptRecords:
                 return self.resume_state(job)
             number = row["attempt"] + 1
             started = {"job": job, "attempt": number, "reason": reason, "started_at": time}
-            db.execute(sa.insert(attempts).values(started))
+            db.execute(sa.insert(attempts).values(**started, nodes=row["nodes"]))
             db.execute(sa.update(jobs).where(jobs.c.id == job).values(attempt=number))
             # Why in full is in the action's event, where a restart has one.
             told = f"attempt {number}: {reason.partition(': ')[0].rstrip('.')}"
@@ -84,6 +92,14 @@ class AttemptRecords:
         query = sa.select(*columns).where(attempts.c.job == job).order_by(attempts.c.attempt)
         with self._reading() as db:
             return [dict(row) for row in db.execute(query).mappings()]
+
+    def seats_of(self, job: JobRow) -> tuple[NodeSlot, ...]:
+        """Where the ranks of the job's present attempt run, or ran: ``job.nodes`` may be where
+        those of the next one will."""
+        mine = (attempts.c.job == job.id, attempts.c.attempt == job.attempt)
+        with self._reading() as db:
+            told = db.execute(sa.select(attempts.c.nodes).where(*mine)).scalar()
+        return seats_in(told) if told else job.nodes
 
     def resume_state(self, job: str) -> ResumeState:
         """What the current attempt starts from."""

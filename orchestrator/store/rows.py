@@ -165,12 +165,17 @@ def settled(row: JobRow) -> bool:
     return at_rest and not row.placement_group
 
 
+def seats_in(stored: str) -> tuple[NodeSlot, ...]:
+    """The seats that a column holds."""
+    return tuple(NodeSlot(**seat) for seat in json.loads(stored))
+
+
 def job_row(row: RowMapping) -> JobRow:
     """The row as a value."""
     values = {k: row[k] for k in JobRow.__dataclass_fields__ if k != "spec_text"}
     values["state"] = state_named(row["state"])
     values["spec_text"] = row["spec"]
-    values["nodes"] = tuple(NodeSlot(**n) for n in json.loads(row["nodes"]))
+    values["nodes"] = seats_in(row["nodes"])
     return JobRow(**values)
 
 

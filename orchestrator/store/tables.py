@@ -103,6 +103,8 @@ attempts = Table(
     Column("reason", Text, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("sequence", Integer, nullable=False, default=0),
+    # Where its ranks run, as ``jobs.nodes``; empty in those of an older Octavo.
+    Column("nodes", Text, nullable=False, server_default=""),
 )
 
 accusations = Table(

@@ -153,6 +153,22 @@ def test_the_same_word_twice_counts_once(wide: ControlPlane) -> None:
     assert wide.controller.next_attempt(job, row.attempt, "again").nodes[0].node_id == "node2"
 
 
+def test_who_takes_the_place_of_an_accused_node_is_not_accused_of_its_faults(
+    wide: ControlPlane,
+) -> None:
+    job = running(wide, num_nodes=3, parallelism={})
+    seen = incident(wide, job, "replica_disagreement", 5, outvoted=1.0)
+    tell(wide, job, incidents=(seen.to_json(),), transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    # The next attempt could not begin, and not at the second time either.
+    for _ in range(3):
+        assert wide.controller.desk.mend(wide.store.job(job), wide.now) == ""
+        assert where(wide, job) == ["node0", "node3", "node2"]
+    # Nor where the job ends before it begins.
+    wide.controller.desk.settle(wide.store.job(job), wide.now)
+    (told,) = wide.told(job, "node_quarantined")
+    assert "(node1)" in told
+
+
 def test_where_no_other_node_is_free_the_job_goes_on_and_says_so_or_waits(
     tmp_path: Path,
 ) -> None:
