@@ -123,12 +123,30 @@ class Preemption:
         waiting += [other for other in seen.holding if other.id in self._desk.short]
         stopped = [other for other in seen.holding if not other.state.holds_nodes]
         for other in (other for other in waiting if other.priority > row.priority):
-            if self._desk.fits_without(other, stopped, sight):
+            if row.id in (needed := self._needed(other, stopped, sight)):
                 return "back"
+            if needed or self._desk.fits_without(other, [], sight):
+                continue
             going = [r for r in seen.holding if not _stays(r, seen.asked, other.priority)]
             if self._desk.fits_without(other, going, sight):
                 return "waits"
         return "kept"
+
+    def _needed(self, row: JobRow, stopped: Sequence[JobRow], sight: Sight) -> frozenset[str]:
+        """Of jobs that have stopped, whose nodes ``row`` needs to have all of its own; none where
+        it has them, or wouldn't with all of theirs. The least important ones, and no more."""
+        chosen: list[JobRow] = []
+        for other in sorted(stopped, key=lambda r: (r.priority, r.id)):
+            if self._desk.fits_without(row, chosen, sight):
+                break
+            chosen.append(other)
+        if not self._desk.fits_without(row, chosen, sight):
+            return frozenset()
+        for other in tuple(chosen):
+            rest = [r for r in chosen if r is not other]
+            if self._desk.fits_without(row, rest, sight):
+                chosen = rest
+        return frozenset(r.id for r in chosen)
 
     def _first(
         self, queued: Sequence[JobRow], holding: Sequence[JobRow], sight: Sight

@@ -532,6 +532,20 @@ class TestPreemption:
         assert states == ["starting", "running", "queued", "queued"]
         assert plane.supervisors.started[-1].job == goes
 
+    def test_of_two_that_stopped_at_once_only_the_one_that_is_needed_goes(
+        self, tmp_path: Path
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        both = [running(plane, name, by=name) for name in ("one", "other")]
+        third = plane.submit("third", by="bob")
+        high = plane.submit("high", by="carol", resources={"priority": 5})
+        for job in both:
+            tell(plane, job, transition=(JobState.QUEUED, Cause.PREEMPTED))
+            plane.supervisors.done.add(job)
+        plane.steps(4)
+        assert (plane.state(high), plane.state(third)) == ("starting", "queued")
+        assert sorted(plane.state(job) for job in both) == ["queued", "starting"]
+
     def test_spares_of_a_less_important_job_go_before_its_ranks(self, tmp_path: Path) -> None:
         plane = ControlPlane(tmp_path, 4, 4)
         low = running(plane, "low", resources={"spares": 1})
