@@ -1,13 +1,12 @@
-"""The Python client of the HTTP API, beneath the CLI.
+"""The Python client of the HTTP API, beneath the CLI: what may be asked of a controller.
 
     client = Client.of_home(Home.default())
     job = client.submit(spec_data(spec), "job.yaml")["id"]
     for event in client.follow_events(job): print(event["message"])
 
-Promises: every failure is one of ``client_errors``, told for a person; nothing that a
-controller can have heard is said twice; a controller that restarts is waited for, shortly,
-and longer while following; one that says "too many requests" is asked again when it says; lists
-are read to their end, page by page.
+Promises: every failure is one of ``client_errors``, told for a person; lists are whole; what
+follows a job goes on where a controller that was away left off. How it is reached, and what is said
+to it again, is ``orchestrator.api.connection``'s.
 """
 
 from __future__ import annotations
@@ -17,47 +16,27 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-
 from orchestrator.api.client_errors import (
-    ELSEWHERE,
-    LOOK_FIRST,
-    NO_URL,
-    PLAIN,
-    START_AGAIN,
-    START_ONE,
-    TRY_AGAIN,
-    UNTRUSTED,
     NotAuthorizedError,
-    ServerError,
-    TooManyRequestsError,
+    NotFoundError,
     UnreachableError,
     UsageError,
-    error_of,
 )
-from orchestrator.api.client_errors import ClientError as ClientError
-from orchestrator.api.client_errors import NotFoundError as NotFoundError
-from orchestrator.api.client_errors import RefusedError as RefusedError
+from orchestrator.api.connection import Connection
 from orchestrator.home.folder import Home
 from orchestrator.home.listening import CA_VARIABLE, trusting, trusting_home
 
 URL_VARIABLE = "OCTAVO_URL"
 TOKEN_VARIABLE = "OCTAVO_TOKEN"
 
-TIMEOUT_S = 30.0
 POLL_S = 10.0
 """Seconds that a follower's question is held back by the controller."""
 PATIENCE_S = 60.0
 """Seconds that a follower waits for a controller that doesn't answer."""
-RESTART_S = 10.0
-"""Seconds that a controller whose host runs may take to answer again."""
-LONGEST_PAUSE_S = 60.0
-"""Seconds that a request is put off at most where its token asks too often."""
 
 
 class Client:
@@ -75,18 +54,7 @@ class Client:
         home: Home | None = None,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._home = home
-        headers = {"Authorization": f"Bearer {_fit(token)}"} if token else {}
-        # A proxy of the environment has no business between us and the loopback.
-        local = _host(self.url) in ("127.0.0.1", "localhost", "::1")
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers=headers,
-            timeout=TIMEOUT_S,
-            trust_env=not local,
-            verify=trust or (trusting(None) if self.url.startswith("https:") else False),
-        )
+        self._connection = Connection(url, token, home, trust)
 
     @classmethod
     def of_home(cls, home: Home, ca: Path | None = None) -> Client:
@@ -108,10 +76,7 @@ class Client:
 
     def healthy(self) -> bool:
         """Whether a controller answers."""
-        try:
-            return self._http.get("/healthz", timeout=5.0).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return self._connection.healthy()
 
     def submit(
         self, spec: Mapping[str, Any], file: str, *, key: str = "", by: str = ""
@@ -123,36 +88,32 @@ class Client:
         """
         body = {"spec": dict(spec), "file": file, "key": key or secrets.token_hex(8), "by": by}
         # With a key it is one job, so that it may be said again where an answer was lost.
-        return self._ask("POST", "/v1/jobs", json=body, timeout=TIMEOUT_S, repeatable=True)
+        return self._connection.post("/v1/jobs", body, repeatable=True)
 
     def validate(self, spec: Mapping[str, Any], file: str) -> dict[str, Any]:
         """The completed spec, without submitting it."""
-        answer = self._post("/v1/jobs:validate", {"spec": dict(spec), "file": file})
+        answer = self._connection.post("/v1/jobs:validate", {"spec": dict(spec), "file": file})
         return dict(answer["spec"])
 
     def hurry(self) -> None:
         """Give up on everything after a second: who asks waits at a prompt."""
-        self._http.timeout = httpx.Timeout(1.0)
+        self._connection.hurry()
 
     def clock(self) -> float:
         """Seconds since the epoch, by the controller's clock, to the second."""
-        try:
-            told = self._http.get("/healthz", timeout=5.0).headers["Date"]
-            return parsedate_to_datetime(told).timestamp()
-        except (httpx.HTTPError, KeyError, ValueError):
-            return time.time()
+        return self._connection.clock()
 
     def whoami(self) -> dict[str, Any]:
         """``{name, role, expires_at}`` of the token."""
-        return self._get("/v1/whoami")
+        return self._connection.get("/v1/whoami")
 
     def tokens(self, *, ended: bool = False) -> list[dict[str, Any]]:
         """Tokens in force, oldest first, and with ``ended`` those that are no more."""
-        return list(self._pages("/v1/tokens", "tokens", ended=ended))
+        return list(self._connection.pages("/v1/tokens", "tokens", ended=ended))
 
     def create_token(self, name: str, role: str, seconds: float | None = None) -> dict[str, Any]:
         """A new one, with its ``token``, which is told this once."""
-        return self._post("/v1/tokens", {"name": name, "role": role, "seconds": seconds})
+        return self._connection.post("/v1/tokens", {"name": name, "role": role, "seconds": seconds})
 
     def rotate_token(
         self, name: str, seconds: float | None = None, overlap_s: float = 0.0
@@ -160,48 +121,48 @@ class Client:
         """Another one of that name, by default for as long as the one before was made for; those
         before are accepted for ``overlap_s`` more."""
         body = {"seconds": seconds, "overlap_s": overlap_s}
-        return self._post(_token_path(name, "rotate"), body)
+        return self._connection.post(_token_path(name, "rotate"), body)
 
     def revoke_token(self, name: str) -> list[dict[str, Any]]:
         """End those of a name or an id; as they are now."""
-        return list(self._post(_token_path(name, "revoke"), {})["revoked"])
+        return list(self._connection.post(_token_path(name, "revoke"), {})["revoked"])
 
     def jobs(self, by: str | None = None, states: Sequence[str] = ()) -> list[dict[str, Any]]:
         """All jobs, oldest first; with ``by`` those that this user submitted."""
         chosen: dict[str, Any] = {} if by is None else {"by": by}
         if states:
             chosen["state"] = list(states)
-        return list(self._pages("/v1/jobs", "jobs", **chosen))
+        return list(self._connection.pages("/v1/jobs", "jobs", **chosen))
 
     def job(self, job: str) -> dict[str, Any]:
         """One job with its spec and attempts; by id, name or unique beginning."""
-        return self._get(_path(job))
+        return self._connection.get(_path(job))
 
     def nodes(self) -> list[dict[str, Any]]:
         """The nodes: their slots, who holds them, and which are quarantined, with why."""
-        return list(self._pages("/v1/nodes", "nodes"))
+        return list(self._connection.pages("/v1/nodes", "nodes"))
 
     def quarantine(
         self, node: str, reason: str, by: str, seconds: float | None = None
     ) -> dict[str, Any]:
         """Leave a node out of placements, for ``seconds`` or until it is released."""
         body = {"reason": reason, "by": by, "seconds": seconds}
-        return self._post(_node_path(node, "quarantine"), body)
+        return self._connection.post(_node_path(node, "quarantine"), body)
 
     def release(self, node: str, by: str) -> dict[str, Any]:
         """Take a quarantined node back."""
-        return self._post(_node_path(node, "release"), {"by": by})
+        return self._connection.post(_node_path(node, "release"), {"by": by})
 
     def cancel(self, job: str, reason: str) -> dict[str, Any]:
         """Ask for the job's end."""
-        return self._post(_path(job, "cancel"), {"reason": reason})
+        return self._connection.post(_path(job, "cancel"), {"reason": reason})
 
     def resume(
         self, job: str, reason: str, degrees: Mapping[str, int] | None = None
     ) -> dict[str, Any]:
         """Queue a paused job again, with other ``degrees`` where any are given."""
         asked = {"reason": reason, **({"parallelism": dict(degrees)} if degrees else {})}
-        return self._post(_path(job, "resume"), asked)
+        return self._connection.post(_path(job, "resume"), asked)
 
     def rollback(
         self, job: str, to_step: int, skip: Sequence[int] = (), **ask: Any
@@ -230,11 +191,11 @@ class Client:
 
         Held back up to ``wait`` seconds until there is an answer.
         """
-        return self._get(_path(job, "controls", key), wait=wait)
+        return self._connection.get(_path(job, "controls", key), wait=wait)
 
     def controls(self, job: str) -> list[dict[str, Any]]:
         """All that was asked of a job, oldest first."""
-        return list(self._pages(_path(job, "controls"), "controls"))
+        return list(self._connection.pages(_path(job, "controls"), "controls"))
 
     def answer(self, job: str, key: str) -> dict[str, Any]:
         """Wait for what becomes of a control, through restarts of the controller too."""
@@ -245,7 +206,7 @@ class Client:
 
     def events(self, job: str, after: int = 0, wait: float = 0) -> dict[str, Any]:
         """A page ``{events, next, state, settled}``."""
-        return self._get(_path(job, "events"), after=after, wait=wait)
+        return self._connection.get(_path(job, "events"), after=after, wait=wait)
 
     def steps(
         self,
@@ -259,14 +220,16 @@ class Client:
         """A page ``{steps, next, state, settled}``, of as many steps as the API gives at once or
         of ``limit``."""
         few = {} if limit is None else {"limit": limit}
-        return self._get(_path(job, "steps"), after=after, wait=wait, tensors=tensors, **few)
+        return self._connection.get(
+            _path(job, "steps"), after=after, wait=wait, tensors=tensors, **few
+        )
 
     def records(self, job: str) -> dict[str, Any]:
         """All ``{incidents, actions, contexts, newest_step}``."""
-        whole = self._get(_path(job, "records"))
+        whole = self._connection.get(_path(job, "records"))
         page = whole
         while page.get("more"):
-            page = self._get(_path(job, "records"), after=page["next"])
+            page = self._connection.get(_path(job, "records"), after=page["next"])
             for kind in ("incidents", "actions", "contexts"):
                 whole[kind] += page[kind]
         return {k: whole[k] for k in ("incidents", "actions", "contexts", "newest_step")}
@@ -286,7 +249,9 @@ class Client:
         """
         chosen = {"attempt": attempt, **begin}
         asked = {name: value for name, value in chosen.items() if value is not None}
-        return self._get(_path(job, "logs"), rank=rank, offset=offset, wait=wait, **asked)
+        return self._connection.get(
+            _path(job, "logs"), rank=rank, offset=offset, wait=wait, **asked
+        )
 
     def follow_events(self, job: str, *, follow: bool = True) -> Iterator[dict[str, Any]]:
         """All events of a job; with ``follow`` also those to come, until it is settled."""
@@ -328,121 +293,14 @@ class Client:
                 time.sleep(0.2)
 
     def close(self) -> None:
-        self._http.close()
-
-    def _get(self, path: str, **params: Any) -> dict[str, Any]:
-        timeout = TIMEOUT_S + float(params.get("wait", 0))
-        return self._ask("GET", path, params=params, timeout=timeout)
-
-    def _pages(self, path: str, name: str, **params: Any) -> Iterator[dict[str, Any]]:
-        """The rows of all pages of a list."""
-        page = self._get(path, **params)
-        yield from page[name]
-        # A controller of before has no pages.
-        while (after := page.get("next")) is not None:
-            page = self._get(path, after=after, **params)
-            yield from page[name]
+        self._connection.close()
 
     def _control(
         self, job: str, kind: str, order: Mapping[str, Any], ask: Mapping[str, Any]
     ) -> dict[str, Any]:
         # With a key it is done once, so that it may be said again where an answer was lost.
         body = {"key": secrets.token_hex(8), **order, **ask}
-        return self._ask("POST", _path(job, kind), json=body, timeout=TIMEOUT_S, repeatable=True)
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._ask("POST", path, json=body, timeout=TIMEOUT_S)
-
-    def _ask(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        answer = self._answer(method, path, **kwargs)
-        if answer.is_success:
-            try:
-                return dict(answer.json())
-            except ValueError:
-                raise ServerError(f"{self.url} is no Octavo controller") from None
-        raise error_of(answer, self.url)
-
-    def _answer(
-        self, method: str, path: str, *, repeatable: bool = False, **kwargs: Any
-    ) -> httpx.Response:
-        """The response; where the host of our home runs, the controller's restart is waited for,
-        and where it was asked too often, until it may be asked again: it did nothing so far."""
-        deadline = time.monotonic() + RESTART_S
-        patience = time.monotonic() + LONGEST_PAUSE_S
-        while True:
-            try:
-                answer = self._http.request(method, path, **kwargs)
-                pause = _pause_of(answer)
-                if pause is None:
-                    return answer
-                if time.monotonic() + pause > patience:
-                    raise TooManyRequestsError(
-                        f"the controller at {self.url} is asked too often; it answers again in "
-                        f"{pause:g} s"
-                    )
-                time.sleep(pause)
-                continue
-            except (httpx.InvalidURL, UnicodeError) as error:
-                # A name of a hundred thousand characters, bytes of an argument that are no text.
-                raise UsageError(f"that can't be sent to a controller: {error}") from None
-            except httpx.HTTPError as error:
-                detail = str(error) or type(error).__name__
-                # A question may be asked twice; an order only if nobody can have heard it.
-                lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
-                unheard = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                again = isinstance(error, httpx.ConnectError) or (
-                    lost and (repeatable or method == "GET")
-                )
-            if "WRONG_VERSION_NUMBER" in detail:
-                told = f"what answers at {self.url} speaks plain HTTP"
-                raise UnreachableError(told, PLAIN)
-            if "CERTIFICATE_VERIFY_FAILED" in detail or "SSL" in detail:
-                told = f"the certificate of {self.url} is not to be trusted: {detail}"
-                raise UnreachableError(told, UNTRUSTED)
-            if not self._restarts():
-                remedy = ELSEWHERE if self._home is None else START_ONE
-                raise UnreachableError(f"no controller answers at {self.url}: {detail}", remedy)
-            if not again or time.monotonic() > deadline:
-                raise self._unreachable(detail, heard=method != "GET" and not unheard)
-            time.sleep(0.2)
-            self._look_again()
-
-    def _unreachable(self, detail: str, *, heard: bool) -> UnreachableError:
-        """Of a controller that Ray should have started again by now."""
-        address = self._home.ray_address() if self._home else ""
-        if address:
-            told = (
-                f"the controller at {self.url}, on the Ray of {address}, doesn't answer: {detail}"
-            )
-            remedy = START_AGAIN.format(address=address)
-        else:
-            told = f"the controller at {self.url} doesn't answer, though its host runs: {detail}"
-            remedy = TRY_AGAIN
-        return UnreachableError(told, LOOK_FIRST if heard else remedy)
-
-    def _restarts(self) -> bool:
-        """Whether there is, or may be, a Ray to start our controller again."""
-        from orchestrator.cluster.local import running_host
-
-        if self._home is None:
-            return False
-        # Of a cluster nobody can tell from here.
-        return bool(self._home.ray_address()) or running_host(self._home) is not None
-
-    def _look_again(self) -> None:
-        """It may listen elsewhere after its restart."""
-        server = self._home.server() if self._home else None
-        if server is not None and server.url != self.url:
-            self.url = server.url
-            self._http.base_url = httpx.URL(server.url)
-
-
-def _pause_of(answer: httpx.Response) -> float | None:
-    """Seconds after which to ask again; None: this is an answer."""
-    if answer.status_code != 429:
-        return None
-    told = answer.headers.get("Retry-After", "")
-    return max(0.05, float(told)) if told.isascii() and told.isdigit() else 1.0
+        return self._connection.post(_path(job, kind), body, repeatable=True)
 
 
 def _path(job: str, *more: str) -> str:
@@ -465,24 +323,3 @@ def _segment(word: str, what: str) -> str:
         # A path without it, to whoever reads one.
         raise NotFoundError(f"there is no {what} {word!r}")
     return quote(word, safe="", errors="replace")
-
-
-def _host(url: str) -> str:
-    """The host of a controller's address."""
-    try:
-        found = httpx.URL(url)
-    except (httpx.InvalidURL, UnicodeError) as error:
-        raise UnreachableError(f"{url!r} is no address of a controller: {error}", NO_URL) from None
-    if found.scheme not in ("http", "https") or not found.host:
-        raise UnreachableError(f"{url!r} is no address of a controller", NO_URL)
-    return found.host
-
-
-def _fit(token: str) -> str:
-    """The token, where it can be one: what it is isn't told."""
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise NotAuthorizedError(
-            "the token has characters that no token has, such as a space, the end of a line or a "
-            "letter with an accent: was it copied whole, and alone?"
-        )
-    return token

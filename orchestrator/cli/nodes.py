@@ -112,7 +112,7 @@ def _state(node: Mapping[str, Any]) -> str:
 
 def _asked(ask: Any) -> dict[str, Any]:
     """What the controller answered; a node that it doesn't know is told as such."""
-    from orchestrator.api.client import NotFoundError
+    from orchestrator.api.client_errors import NotFoundError
 
     try:
         return dict(ask())

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from orchestrator.api.client import Client, ClientError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import ClientError
 from orchestrator.cli.close import conclude, could_go_on, going_on
 from orchestrator.cli.interrupts import Interrupted, interruptible, uninterruptible
 from orchestrator.cli.show import CommandError, Output, exit_code

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from monitoring.wording import counted
-from orchestrator.api.client import Client, ClientError, RefusedError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import ClientError, RefusedError
 from orchestrator.cli.close import going_on, stands
 from orchestrator.cli.interrupts import uninterruptible
 from orchestrator.cli.show import USAGE, CommandError, Output, print_json

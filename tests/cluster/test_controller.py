@@ -13,7 +13,8 @@ import pytest
 from launch.checkpoints import list_checkpoints, verify_checkpoint
 from launch.digests import digest_of
 from launch.snapshots import SnapshotKey
-from orchestrator.api.client import Client, UnreachableError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import UnreachableError
 from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.lifecycle import Cause, JobState

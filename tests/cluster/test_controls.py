@@ -15,7 +15,8 @@ import ray
 
 from monitoring.job_view import split_timelines
 from monitoring.records import StepRecord
-from orchestrator.api.client import Client, RefusedError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import RefusedError
 from orchestrator.cli.following import whole_view
 from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.protocol import CONTROLLER_ACTOR, NAMESPACE, supervisor_actor

@@ -10,7 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.actions import Action
-from orchestrator.api.client import Client, RefusedError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import RefusedError
 from orchestrator.cli.control import batches_of
 from orchestrator.cli.main import call
 from orchestrator.cli.show import CommandError

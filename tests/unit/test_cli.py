@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.api.client import Client, NotAuthorizedError, UnreachableError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import NotAuthorizedError, UnreachableError
 from orchestrator.api.jobs import job_json
 from orchestrator.cli.close import conclude, could_go_on
 from orchestrator.cli.main import call
@@ -373,7 +374,7 @@ def test_a_controller_that_stays_away_is_told_apart_from_one_that_was_never_star
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
-    monkeypatch.setattr("orchestrator.api.client.RESTART_S", 0.3)
+    monkeypatch.setattr("orchestrator.api.connection.RESTART_S", 0.3)
     Home(tmp_path).write_server(Server("http://127.0.0.1:9", 9, 0))
     assert call(["list", "--home", str(tmp_path)]) == 3
     told = capsys.readouterr().err
@@ -390,7 +391,7 @@ def test_a_controller_on_a_cluster_is_waited_for_and_then_told_how_to_start_it_a
     client = Client.of_home(home)
     threading.Timer(0.5, home.write_server, [server]).start()
     assert client.jobs() == []
-    monkeypatch.setattr("orchestrator.api.client.RESTART_S", 0.3)
+    monkeypatch.setattr("orchestrator.api.connection.RESTART_S", 0.3)
     home.write_server(Server("http://127.0.0.1:9", 9, 0))
     with pytest.raises(UnreachableError, match=r"on the Ray of 10\.0\.0\.1:6379") as error:
         Client.of_home(home).jobs()
@@ -404,8 +405,8 @@ def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
-    monkeypatch.setattr("orchestrator.api.client.TIMEOUT_S", 0.2)
-    monkeypatch.setattr("orchestrator.api.client.RESTART_S", 0.3)
+    monkeypatch.setattr("orchestrator.api.connection.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("orchestrator.api.connection.RESTART_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         Home(tmp_path).write_server(Server(f"http://127.0.0.1:{port}", port, 0))

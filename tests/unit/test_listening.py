@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from orchestrator.api.app import create_app
-from orchestrator.api.client import Client, UnreachableError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import UnreachableError
 from orchestrator.cli.main import call
 from orchestrator.home.folder import Home, HomeConfig, Server
 from orchestrator.home.listening import Certificate, ListeningError, check_listening, on_loopback

@@ -220,7 +220,7 @@ class TestOwnPolicy:
         client = Client("http://testserver", "token")
         client.close()
         headers = {"Authorization": "Bearer token"}
-        client._http = TestClient(create_app(controller, "token"), headers=headers)
+        client._connection._http = TestClient(create_app(controller, "token"), headers=headers)
         over_api = replay(trace_of_client(client, "scripted"))
         assert over_api.exact
         assert [j.to_json() for j in over_api.decisions] == [j.to_json() for j in own.decisions]

@@ -290,9 +290,9 @@ class TestRates:
         monkeypatch.setattr("orchestrator.api.access.monotonic", lambda: 5.0 + sum(slept))
         with TestClient(app) as api:
             api.headers["Authorization"] = f"Bearer {TOKEN}"
-            client._http = api
+            client._connection._http = api
 
-            monkeypatch.setattr("orchestrator.api.client.time.sleep", slept.append)
+            monkeypatch.setattr("orchestrator.api.connection.time.sleep", slept.append)
             assert [client.jobs() for _ in range(4)] == [[]] * 4
         assert slept == [1.0] * 3, "as Retry-After says, in whole seconds"
 

@@ -24,7 +24,8 @@ import pytest
 from rich.console import Console
 
 from monitoring.watch import watch_panel
-from orchestrator.api.client import Client, UnreachableError
+from orchestrator.api.client import Client
+from orchestrator.api.client_errors import UnreachableError
 from orchestrator.cli.following import Following, News, whole_view
 from orchestrator.events import EventDraft
 from orchestrator.home.folder import Home
@@ -202,7 +203,9 @@ def test_a_controller_that_is_away_is_told_and_waited_for(
     assert len(following.poll().steps) == 2
     plane.controller.report(job, 1, SupervisorBatch(2, steps=steps[2:]))
     with monkeypatch.context() as gone:
-        gone.setattr(following._client._http, "base_url", httpx.URL("http://127.0.0.1:9"))
+        gone.setattr(
+            following._client._connection._http, "base_url", httpx.URL("http://127.0.0.1:9")
+        )
         assert following.poll(patient=False) == News((), ())
         panel = io.StringIO()
         Console(file=panel, width=100).print(watch_panel(following.view(), 100))

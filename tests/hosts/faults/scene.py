@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.api.client import ClientError
+from orchestrator.api.client_errors import ClientError
 from tests.hosts.cluster import Cluster, Node
 
 STEPS = 90
