@@ -19,7 +19,8 @@ from orchestrator.home.folder import Home
 from orchestrator.recovery.evidence import spans
 from orchestrator.recovery.restart_budget import is_restart
 from orchestrator.replay.job_trace import JobTrace, trace_of_client, trace_of_store
-from orchestrator.replay.replay import ASSUMPTION, Judged, Replayed, Stretch, Verdict, replay
+from orchestrator.replay.replay import replay
+from orchestrator.replay.verdicts import ASSUMPTION, Judged, Replayed, Stretch, Verdict
 from orchestrator.spec.policy_file import changes, load_policy
 
 DIFFERS = 104

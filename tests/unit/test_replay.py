@@ -21,7 +21,8 @@ from orchestrator.controller.controller import Controller
 from orchestrator.lifecycle import Cause
 from orchestrator.recovery.controls import Control
 from orchestrator.replay.job_trace import trace_of_client
-from orchestrator.replay.replay import ASSUMPTION, Replayed, Verdict, replay
+from orchestrator.replay.replay import replay
+from orchestrator.replay.verdicts import ASSUMPTION, Replayed, Verdict
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.job import parse_spec, spec_yaml
 from orchestrator.spec.policy_file import changes, parse_policy
