@@ -35,7 +35,8 @@ from orchestrator.cli.show import (
 from orchestrator.cli.tables import plain, print_table
 
 if TYPE_CHECKING:
-    from orchestrator.doctor.checks import MachineFinding, NodeAnswer
+    from orchestrator.doctor.checks import MachineFinding
+    from orchestrator.doctor.comparison import NodeAnswer
     from orchestrator.home.folder import Home
 
 EVERY = "all"
@@ -69,7 +70,8 @@ def doctor(
     home: HomeOption = None,
 ) -> None:
     """Look for what stands in the way of training: on this machine, or on a cluster's nodes."""
-    from orchestrator.doctor.checks import Level, compare, examine
+    from orchestrator.doctor.checks import Level, examine
+    from orchestrator.doctor.comparison import compare
 
     kept = home_of(home)
     folder = str((storage or kept.jobs_dir).absolute())

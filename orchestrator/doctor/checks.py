@@ -1,21 +1,20 @@
-"""What of a machine, and of a cluster's machines together, stands in the way of training.
+"""What of one machine stands in the way of training.
 
 A check is a small pure function of ``MachineFacts``; a new one is a new function in ``CHECKS``.
 Promises: pure; each finding is ok, a warning (jobs run, but worse than they could) or an error
 (jobs won't run), says what was found, and what to do; a fact that could not be had is told and is
-no pass.
+no pass. What only shows between machines is ``orchestrator.doctor.comparison``'s.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from launch.machine_facts import UNLIMITED, Interface, MachineFacts
-from launch.preflight import Answer, Probe, clock_skew_s
 from parallel.precision.choice import recipes_on
 
 LEAST_CUDA = (12, 1)
@@ -29,11 +28,7 @@ SHM_SHARE = 0.1
 """Of memory; Ray wants 0.3 for its objects, which snapshots are among."""
 LEAST_PROCESSES = 4096
 SLOW_MB_S = 100.0
-MAX_SKEW_S = 5.0
-"""As ``preflight.max_clock_skew_s`` by default."""
 LEAST_FREE = 10 << 30
-SAME = ("octavo", "torch", "deepspeed", "ray", "transformer-engine")
-"""Packages whose versions must be equal on all nodes."""
 
 
 class Level(StrEnum):
@@ -60,20 +55,6 @@ class MachineFinding:
 
 
 Check = Callable[[MachineFacts], Iterator[MachineFinding]]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeAnswer:
-    """A node's facts, with the times here at which it was asked and answered; or why there are
-    none."""
-
-    node: str
-    """Its address."""
-    group: str
-    facts: MachineFacts | None
-    asked: float = 0.0
-    answered: float = 0.0
-    error: str = ""
 
 
 def python(facts: MachineFacts) -> Iterator[MachineFinding]:
@@ -364,64 +345,6 @@ def examine(facts: MachineFacts, node: str = "") -> list[MachineFinding]:
         for check in CHECKS
         for f in check(facts)
     ]
-
-
-def compare(answers: Sequence[NodeAnswer]) -> list[MachineFinding]:
-    """All findings of nodes: each by itself, and together."""
-    found: list[MachineFinding] = []
-    for answer in answers:
-        if answer.facts is None:
-            remedy = "`ray list nodes`; a node whose processes hang is started again"
-            told = f"no answer: {answer.error}"
-            found.append(MachineFinding("node", Level.error, told, remedy, answer.node))
-        else:
-            found += examine(answer.facts, answer.node)
-            found += _skew(answer)
-    known = [answer for answer in answers if answer.facts is not None]
-    return found + list(_versions(known)) + list(_kinds(known))
-
-
-def _skew(answer: NodeAnswer) -> Iterator[MachineFinding]:
-    assert answer.facts is not None
-    probe = Probe(answer.facts.clock, 0, 0, 0, 0, "")
-    skew = clock_skew_s(Answer(probe, answer.asked, answer.answered))
-    if abs(skew) > MAX_SKEW_S:
-        told = f"its clock is {skew:+.1f} s off this machine's"
-        yield MachineFinding("clock", Level.error, told, "see to its NTP", answer.node)
-
-
-def _versions(answers: Sequence[NodeAnswer]) -> Iterator[MachineFinding]:
-    for name in ("python", *SAME):
-        by_version: dict[str, list[str]] = {}
-        for answer in answers:
-            assert answer.facts is not None
-            have = answer.facts.python if name == "python" else answer.facts.packages.get(name, "–")
-            by_version.setdefault(have, []).append(answer.node)
-        if len(by_version) > 1:
-            told = "; ".join(f"{v} on {', '.join(nodes)}" for v, nodes in by_version.items())
-            # An extra of GPU nodes.
-            level = Level.warning if name == "transformer-engine" else Level.error
-            remedy = "install the same everywhere: one image, or one environment"
-            yield MachineFinding("versions", level, f"{name} differs: {told}", remedy)
-        elif answers and name == "ray":
-            (have,) = by_version
-            yield MachineFinding("versions", Level.ok, f"ray {have} on all {len(answers)} nodes")
-
-
-def _kinds(answers: Sequence[NodeAnswer]) -> Iterator[MachineFinding]:
-    """Nodes of one group are alike."""
-    groups: dict[str, dict[str, list[str]]] = {}
-    for answer in answers:
-        assert answer.facts is not None
-        found = answer.facts.devices.get("devices", [])
-        kind = f"{len(found)} × {found[0]['name']}" if found else "CPU"
-        groups.setdefault(answer.group, {}).setdefault(kind, []).append(answer.node)
-    for group, kinds in groups.items():
-        if len(kinds) > 1:
-            told = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
-            remedy = "nodes of one group are alike: look for a GPU that has fallen off its bus"
-            name = f"group {group}" if group else "the nodes"
-            yield MachineFinding("devices", Level.error, f"{name} differ: {told}", remedy)
 
 
 def gpu_links(matrix: str) -> set[str]:

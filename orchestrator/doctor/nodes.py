@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.machine_facts import Interface, MachineFacts, gather
-from orchestrator.doctor.checks import NodeAnswer
+from orchestrator.doctor.comparison import NodeAnswer
 
 NODE_S = 150.0
 """Seconds that nodes have, all at once: their own probes have less each."""

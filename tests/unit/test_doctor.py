@@ -24,11 +24,10 @@ from orchestrator.doctor import nodes as doctor_nodes
 from orchestrator.doctor.checks import (
     Level,
     MachineFinding,
-    NodeAnswer,
-    compare,
     examine,
     gpu_links,
 )
+from orchestrator.doctor.comparison import NodeAnswer, compare
 from orchestrator.doctor.nodes import ClusterUnreachableError, ask, read
 
 H100 = {"name": "NVIDIA H100", "capability": [9, 0], "memory_bytes": 80 << 30}
