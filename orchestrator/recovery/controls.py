@@ -18,8 +18,8 @@ from launch.data import MOST_SKIPPED, batch_of
 from orchestrator.actions import Action, ActionKind, Asked, History
 from orchestrator.events import Notice
 from orchestrator.lifecycle import JobState
+from orchestrator.recovery.drafts import drafted
 from orchestrator.recovery.evidence import fp8_now, kept_by_hand, spans
-from orchestrator.recovery.rungs import drafted
 from orchestrator.spec.errors import nearest
 from orchestrator.spec.job import JobSpec
 from parallel.config import ExchangeDtype, Precision

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from monitoring.records import Incident
 from orchestrator.actions import Action, ActionKind, History, PassedOver, Restorable
+from orchestrator.recovery.drafts import drafted
 from orchestrator.recovery.evidence import LOST_RANK, count, kept_by_hand
 from orchestrator.recovery.rungs import (
     Accept,
@@ -27,7 +28,6 @@ from orchestrator.recovery.rungs import (
     SkipStep,
     Watch,
     WholeBF16,
-    drafted,
 )
 from orchestrator.spec.config import RecoveryConfig
 from parallel.config import ExchangeDtype

@@ -33,6 +33,7 @@ from typing import Protocol
 
 from monitoring.records import Incident
 from orchestrator.actions import Action, ActionKind, History, PassedOver
+from orchestrator.recovery.drafts import drafted, going_back
 from orchestrator.recovery.evidence import (
     CORRUPTION,
     EARLY,
@@ -41,12 +42,10 @@ from orchestrator.recovery.evidence import (
     SKIPPING,
     answers_in_a_row,
     cause,
-    count,
     earlier_answer,
     fp8_now,
     fp8_suspects,
     is_leap,
-    landing,
     onset,
     other_data,
     raised_again,
@@ -57,6 +56,7 @@ from orchestrator.recovery.evidence import (
     touched_batches,
 )
 from orchestrator.recovery.restart_budget import restarts_spent
+from orchestrator.recovery.rung_budgets import fallbacks_spent, spent
 from orchestrator.spec.config import RecoveryConfig
 
 
@@ -69,44 +69,6 @@ class Rung(Protocol):
         self, incidents: Sequence[Incident], history: History, policy: RecoveryConfig
     ) -> Action | PassedOver:
         """The action, or why it is not this rung's turn. ``incidents`` is not empty."""
-
-
-def drafted(
-    kind: ActionKind, incidents: Sequence[Incident], history: History, reason: str
-) -> Action:
-    """An action of now, in answer to ``incidents``."""
-    return Action(
-        kind=kind,
-        attempt=history.attempt,
-        timeline=history.timeline,
-        step=history.step,
-        time=history.time,
-        reason=reason,
-        incidents=tuple(incidents),
-    )
-
-
-def going_back(
-    kind: ActionKind,
-    incidents: Sequence[Incident],
-    history: History,
-    policy: RecoveryConfig,
-    remedy: str = "",
-    row: Sequence[Action] = (),
-) -> Action | PassedOver:
-    """An action that goes back first; ``remedy`` says what else it does, ``row`` what skipped
-    batches before it."""
-    place = landing(incidents, history, policy, row)
-    if isinstance(place, str):
-        return PassedOver(kind, place)
-    words = place.words[0].upper() + place.words[1:]
-    reason = f"{words}{remedy}: {cause(incidents)}."
-    return replace(
-        drafted(kind, incidents, history, reason),
-        to_step=place.to_step,
-        in_place=place.in_place,
-        skip_batches=place.skip_batches,
-    )
 
 
 def no_instability(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOver | None:
@@ -127,35 +89,6 @@ def no_instability(kind: ActionKind, incidents: Sequence[Incident]) -> PassedOve
     if lost and all(incident.kind in harmless for incident in incidents):
         return PassedOver(kind, "a lost rank is no instability of training")
     return None
-
-
-def spent(
-    kind: ActionKind, history: History, policy: RecoveryConfig, key: str, *, for_life: bool = False
-) -> PassedOver | None:
-    """Whether the budget ``recovery.<key>`` is used up, in the window of budgets or for life."""
-    within = None if for_life else policy.budget_window_steps
-    used, budget = count(history, kind, within), getattr(policy, key)
-    if used < budget:
-        return None
-    return PassedOver(
-        kind, f"{used} of recovery.{key} = {budget} are used{_since(history, within)}"
-    )
-
-
-def fallbacks_spent(
-    kind: ActionKind, history: History, policy: RecoveryConfig
-) -> PassedOver | None:
-    """Whether layers were moved to BF16 as often as they may be, early or late."""
-    within = policy.budget_window_steps
-    used = count(history, "layer_fallback", within) + count(history, "early_fallback", within)
-    if used < policy.max_layer_fallbacks:
-        return None
-    budget = f"recovery.max_layer_fallbacks = {policy.max_layer_fallbacks}"
-    return PassedOver(kind, f"{used} of {budget} are used{_since(history, within)}")
-
-
-def _since(history: History, within: int | None) -> str:
-    return f" since step {history.step - within}" if within and history.step >= within else ""
 
 
 # The rungs.

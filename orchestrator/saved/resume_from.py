@@ -19,7 +19,7 @@ from launch.checkpoints import Checkpoint, ManifestError, read_manifest, verify_
 from launch.commands import RestorePoint
 from launch.state_header import LAYOUT, parse_header
 from orchestrator.actions import Action, Asked, History
-from orchestrator.recovery.rungs import drafted
+from orchestrator.recovery.drafts import drafted
 from orchestrator.saved.checkpoint_facts import differences
 from orchestrator.spec.errors import Problem, SpecError, dotted
 from orchestrator.spec.job import JobSpec
