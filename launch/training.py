@@ -29,7 +29,6 @@ from launch.commands import (
     CopyFailed,
     DrillReport,
     ExchangeReport,
-    RankReport,
     RankResult,
     Rollback,
     RollbackReport,
@@ -53,9 +52,9 @@ from launch.snapshot_ring import SnapshotRing
 from launch.snapshots import MismatchedSnapshotError, SnapshotKey
 from launch.state_block import StateLayout, load_into
 from launch.state_header import LAYOUT
+from launch.step_reports import StepReports
 from launch.stores import NO_STORES, Stores
 from parallel.config import Precision
-from parallel.engine import StepResult
 from parallel.exchange_choice import ExchangeChoice
 
 WRITE_TIMEOUT_S = 600.0
@@ -123,8 +122,8 @@ class TrainingLoop:
         batch = batch_of(step, self._ledger)
         drills = self._drills.fire(step, timeline=self._timeline, batch=batch)
         lr = lr_at(step, self._run_config.training, self._lr_scale) * self._drills.lr_factor
-        self._engine.scope.collect(self._is_sampled(step))
-        checksums = self._replica_check.sums() if self._is_compared(step) else None
+        self._engine.scope.collect(self._step_reports.is_sampled(step))
+        checksums = self._step_reports.checksums(step)
         own_s = time.perf_counter() - started
         result = self._engine.train_step(self._micro_batches(batch), lr)
         agreed = agree(
@@ -136,14 +135,23 @@ class TrainingLoop:
             self._shipper.writing,
         )
         together = time.perf_counter()
-        report = self._measure(step, batch, lr, drills, result) | {"checksums": checksums}
+        measured = self._step_reports.measure(step, self._timeline, batch, lr, drills, result)
         self._step += 1
         restoring_s = self._apply(self._mailbox.take(agreed.command))
         # Where one rank skips a step all do, or partners and disk would hold steps of some ranks.
         self._snapshot_if_due(replicated=not agreed.behind, writes=not agreed.writing)
         ended = time.perf_counter()
         own_s += ended - together - restoring_s
-        self._report(report | {"own_s": own_s}, result, ended - started - restoring_s)
+        self._reporter.send(
+            self._step_reports.report(
+                measured,
+                result,
+                checksums=checksums,
+                own_s=own_s,
+                seconds=ended - started - restoring_s,
+                command=self._command,
+            )
+        )
 
     def _prepare(self) -> None:
         """Everything before the first step; ranks meet here."""
@@ -154,7 +162,7 @@ class TrainingLoop:
         require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
         self._engine = engine_of(run)
         check_target(run.drills, self._engine.faults)
-        self._replica_check = self._engine.replica_check()
+        self._step_reports = StepReports(assignment, self._engine)
         self._announce_backend()
         self._layout = self._engine.layout.to_json()
         self._random = RandomState()
@@ -333,69 +341,6 @@ class TrainingLoop:
         mine = RankState(a.rank - a.local_rank, nbytes, room)
         states = gather(self._world, mine)
         refuse_too_large(states, snapshots.keep, snapshots.replicas or 0)
-
-    def _measure(
-        self, step: int, batch: int, lr: float, drills: tuple[int, ...], result: StepResult
-    ) -> dict[str, Any]:
-        """What must be taken before anything else changes; device values stay there."""
-        scope = self._engine.scope
-        names, statistics = ((), None) if not self._is_sampled(step) else scope.statistics()
-        in_bf16 = [name for name, p in scope.precision().items() if p == "bf16"]
-        return {
-            "attempt": self._assignment.attempt,
-            "timeline": self._timeline,
-            "rank": self._assignment.rank,
-            "step": step,
-            "time": time.time(),
-            "batch": batch,
-            "lr": lr,
-            "skipped": result.skipped,
-            "nonfinite_parameters": result.nonfinite_parameters,
-            "comm": self._engine.take_exchange_statistics(),
-            "computed": self._engine.take_compute_seconds(),
-            "stats_names": names,
-            "stats": statistics,
-            "high_precision_layers": (*scope.fixed_layers, *in_bf16),
-            "drills": drills,
-        }
-
-    def _is_sampled(self, step: int) -> bool:
-        """Whether per-tensor statistics are taken of ``step``: of the last of every n.
-
-        Amax is then the largest of all n steps, counters are that step's.
-        """
-        return (step + 1) % self._run_config.fp8.statistics_every == 0
-
-    def _is_compared(self, step: int) -> bool:
-        """Whether this rank's parameters are compared with its replicas' before ``step``."""
-        every = self._run_config.replica_check_every
-        return every > 0 and step % every == 0 and len(self._replica_check.replicas) > 1
-
-    def _report(self, measured: dict[str, Any], result: StepResult, seconds: float) -> None:
-        training = self._run_config.training
-        command = self._command
-        tokens = (training.train_batch_size or 0) * training.seq_len
-
-        def report() -> RankReport:
-            statistics, sums = measured.pop("stats"), measured.pop("checksums")
-            compute_s = measured.pop("own_s") + measured.pop("computed")()
-            packed = b"" if statistics is None else statistics.cpu().numpy().astype("<f4").tobytes()
-            return RankReport(
-                **measured,
-                stats=packed,
-                loss=float(result.loss),
-                grad_norm=result.grad_norm,
-                nonfinite_loss=bool(result.nonfinite_loss),
-                tokens=tokens,
-                step_time_s=seconds,
-                compute_s=compute_s,
-                command=command,
-                checksums=b"" if sums is None else sums.cpu().numpy().astype("<i8").tobytes(),
-                checksum_names=() if sums is None else self._replica_check.names,
-                replicas=self._replica_check.replicas,
-            )
-
-        self._reporter.send(report)
 
     def _decide_exchange(self, started_from: Found | None) -> None:
         """Take the job's decision; under ``auto``, where there is none yet, make it.
