@@ -16,7 +16,8 @@ import pytest
 from monitoring import metrics
 from monitoring.config import WandbConfig
 from monitoring.tensor_stats import TensorColumns
-from monitoring.wandb_run import BYTES_A_STEP, WandbRun, logged_in, resolve_mode
+from monitoring.wandb_run import WandbRun, logged_in, resolve_mode
+from monitoring.wandb_writer import BYTES_A_STEP
 from tests.unit.monitoring_traces import healthy_trace
 
 LEET = Path(sys.executable).with_name("wandb")
