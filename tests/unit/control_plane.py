@@ -9,10 +9,11 @@ from typing import Any
 from launch.keeper import Inventory, Keeper
 from orchestrator.controller.controller import Controller
 from orchestrator.controller.supervisors import LastWords, Presence
+from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import DiskOrder
 from orchestrator.placement.placement import NodeCapacity, Resource
-from orchestrator.protocol import ResumeState
+from orchestrator.protocol import ResumeState, SupervisorBatch
 from orchestrator.recovery.controls import Control
 from orchestrator.store.database import Store
 
@@ -224,3 +225,30 @@ class ControlPlane:
 
     def told(self, job: str, kind: str) -> list[str]:
         return [e["message"] for e in self.store.past.events(job) if e["kind"] == kind]
+
+
+def running(plane: ControlPlane, name: str = "toy", **changes: Any) -> str:
+    """A job that trains, on the nodes that were free."""
+    job = plane.submit(name, **changes)
+    plane.steps(2)
+    tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    return job
+
+
+def tell(plane: ControlPlane, job: str, **told: Any) -> None:
+    """A batch of the job's supervisor."""
+    attempt = plane.store.job(job).attempt
+    done = plane.sequences.get((job, attempt), 0) + 1
+    plane.sequences[job, attempt] = done
+    answer = plane.controller.report(job, attempt, SupervisorBatch(done, **told))
+    assert answer.accepted, answer.reason
+
+
+def where(plane: ControlPlane, job: str) -> list[str]:
+    """Nodes that have ranks, in order."""
+    return [seat.node_id for seat in plane.store.job(job).nodes if not seat.spare]
+
+
+def spares(plane: ControlPlane, job: str) -> list[str]:
+    """Nodes that are kept ready for it, in order."""
+    return [seat.node_id for seat in plane.store.job(job).nodes if seat.spare]

@@ -16,8 +16,7 @@ from orchestrator.placement.placement import Barred, Mended, Need, NodeCapacity,
 from orchestrator.placement.regroup import mend_some
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.job import parse_spec
-from tests.unit.control_plane import ControlPlane
-from tests.unit.test_node_desk import tell
+from tests.unit.control_plane import ControlPlane, tell
 
 BATCH = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
 

@@ -14,8 +14,6 @@ from launch.preflight import Failure, Verdict
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.cli.main import call
-from orchestrator.controller.intake import SubmitConflictError
-from orchestrator.controller.preemption import REFUSED_REST_S
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.controller.tending import NoNodesError
 from orchestrator.events import EventDraft
@@ -24,43 +22,16 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes.desk import FILL_EVERY_S, RECONCILE_EVERY_S, UNWILLING_S
 from orchestrator.nodes.roll import NodeNotFoundError
 from orchestrator.placement.placement import told_node
-from orchestrator.protocol import SupervisorBatch
-from orchestrator.recovery.controls import Control, ControlAnswer
 from orchestrator.store.database import Store
 from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.preflight_gate import told as preflight_told
-from tests.unit.control_plane import ControlPlane
+from tests.unit.control_plane import ControlPlane, running, spares, tell, where
 
 
 @pytest.fixture
 def wide(tmp_path: Path) -> ControlPlane:
     """Four nodes with four slots each."""
     return ControlPlane(tmp_path, 4, 4, 4, 4)
-
-
-def running(plane: ControlPlane, name: str = "toy", **changes: Any) -> str:
-    job = plane.submit(name, **changes)
-    plane.steps(2)
-    tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
-    return job
-
-
-def tell(plane: ControlPlane, job: str, **told: Any) -> None:
-    """A batch of the job's supervisor."""
-    attempt = plane.store.job(job).attempt
-    done = plane.sequences.get((job, attempt), 0) + 1
-    plane.sequences[job, attempt] = done
-    answer = plane.controller.report(job, attempt, SupervisorBatch(done, **told))
-    assert answer.accepted, answer.reason
-
-
-def where(plane: ControlPlane, job: str) -> list[str]:
-    """Nodes that have ranks, in order."""
-    return [seat.node_id for seat in plane.store.job(job).nodes if not seat.spare]
-
-
-def spares(plane: ControlPlane, job: str) -> list[str]:
-    return [seat.node_id for seat in plane.store.job(job).nodes if seat.spare]
 
 
 def incident(plane: ControlPlane, job: str, kind: str, *ranks: int, **evidence: float) -> Incident:
@@ -398,234 +369,6 @@ class TestWhatNoRecordKnows:
         plane.now += 10 * RECONCILE_EVERY_S
         plane.steps(3)
         assert plane.groups.held == before and plane.state(jobs[0]) == "running"
-
-
-class TestPreemption:
-    def test_the_lower_job_is_asked_once_and_goes_back_into_the_queue(self, tmp_path: Path) -> None:
-        plane = ControlPlane(tmp_path, 4)
-        low = running(plane, "low", notifications={"webhook": "https://example.com/hook"})
-        high = plane.submit("high", resources={"priority": 5})
-        plane.steps(3)
-        (row,) = plane.store.controls.of(low)
-        control = row.control
-        assert (control.kind, control.by, row.state) == ("preempt", "the queue", "accepted")
-        assert control.reason == f"{high} has priority 5, this job 0"
-        assert plane.supervisors.asked[-1] == (low, [control])
-        assert plane.store.job(high).reason.endswith(f"waits for {low} to give nodes back")
-        told = EventDraft("ended", plane.now, "Back into the queue.", {})
-        tell(plane, low, events=(told,), transition=(JobState.QUEUED, Cause.PREEMPTED))
-        plane.supervisors.done.add(low)
-        assert plane.store.controls.of(low)[0].state == "applied"
-        assert plane.store.webhooks.due(plane.now) == []
-        plane.steps(3)
-        assert (plane.state(low), plane.state(high)) == ("queued", "starting")
-        tell(plane, high, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
-        plane.supervisors.done.add(high)
-        plane.steps(3)
-        assert [(r.job, r.attempt) for r in plane.supervisors.started] == [
-            (low, 1),
-            (high, 1),
-            (low, 2),
-        ]
-
-    def test_a_pause_that_a_person_asked_for_meanwhile_holds(self, tmp_path: Path) -> None:
-        plane = ControlPlane(tmp_path, 4)
-        low = running(plane, "low")
-        plane.submit("high", resources={"priority": 5})
-        plane.steps(2)
-        plane.store.controls.ask(low, Control("p", "pause", "alice", plane.now))
-        tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
-        plane.supervisors.done.add(low)
-        plane.steps(4)
-        assert plane.state(low) == "paused"
-        assert {row.control.kind: row.state for row in plane.store.controls.of(low)} == {
-            "preempt": "applied",
-            "pause": "applied",
-        }
-
-    def test_a_job_that_cannot_go_is_not_asked_again_in_that_attempt(self, tmp_path: Path) -> None:
-        plane = ControlPlane(tmp_path, 4)
-        low = running(plane, "low")
-        plane.submit("high", resources={"priority": 5})
-        plane.steps(2)
-        key = plane.store.controls.of(low)[0].control.key
-        tell(plane, low, answers=(ControlAnswer(key, "refused", "no disk", 3),))
-        plane.steps(3)
-        assert len(plane.store.controls.of(low)) == 1
-        assert plane.state(low) == "running"
-        # Its refusal began another attempt; asked again in each, it would never train.
-        plane.controller.next_attempt(low, 1, "training goes on")
-        plane.steps(3)
-        assert len(plane.store.controls.of(low)) == 1
-        plane.now += REFUSED_REST_S
-        plane.steps(2)
-        assert len(plane.store.controls.of(low)) == 2
-
-    @pytest.mark.parametrize(
-        ("low", "high"),
-        [({}, {}), ({"preemptible": False}, {"priority": 5}), ({"priority": 5}, {"priority": 5})],
-    )
-    def test_equals_and_the_unpreemptible_keep_their_nodes(
-        self, tmp_path: Path, low: dict[str, Any], high: dict[str, Any]
-    ) -> None:
-        plane = ControlPlane(tmp_path, 4)
-        job = running(plane, "low", resources=low)
-        plane.submit("high", resources=high)
-        plane.steps(3)
-        assert plane.store.controls.of(job) == []
-
-    def test_nobody_is_preempted_for_nodes_that_are_coming_back_anyway(
-        self, tmp_path: Path
-    ) -> None:
-        plane = ControlPlane(tmp_path, 4, 4)
-        ending, low = running(plane, "ending"), running(plane, "low")
-        tell(plane, ending, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
-        high = plane.submit("high", resources={"priority": 5})
-        plane.steps(2)
-        assert plane.store.controls.of(low) == []
-        assert plane.store.job(high).reason.endswith(f"waits for {ending} to give nodes back")
-
-    @pytest.mark.parametrize("gone", ["cancelled", "has others", "can never fit"])
-    def test_its_nodes_stay_its_own_where_the_higher_one_no_longer_waits_for_them(
-        self, tmp_path: Path, gone: str
-    ) -> None:
-        plane = ControlPlane(tmp_path, 4, 4)
-        low, busy = running(plane, "low", by="alice"), running(plane, "busy", by="dave")
-        third = plane.submit("third", by="bob")
-        wide = 2 if gone == "can never fit" else 1
-        high = plane.submit("high", by="carol", num_nodes=wide, resources={"priority": 5})
-        plane.steps(2)
-        asked = {job for job in (low, busy) if plane.store.controls.of(job)}
-        assert asked == ({low, busy} if wide == 2 else {busy})
-        stops, stays = (busy, low)
-        if gone == "cancelled":
-            plane.controller.cancel(high, "not needed")
-        elif gone == "has others":
-            tell(plane, stays, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
-            plane.supervisors.done.add(stays)
-            plane.steps(3)
-            assert plane.state(high) == "starting"
-        else:
-            plane.groups.dead.add(where(plane, stays)[0])
-        tell(plane, stops, transition=(JobState.QUEUED, Cause.PREEMPTED))
-        plane.supervisors.done.add(stops)
-        plane.steps(3)
-        assert (plane.state(stops), plane.state(third)) == ("starting", "queued")
-        assert plane.supervisors.started[-1].job == stops
-
-    def test_its_nodes_go_back_only_with_all_others_that_the_higher_one_needs(
-        self, tmp_path: Path
-    ) -> None:
-        plane = ControlPlane(tmp_path, 4, 4)
-        goes, stays = running(plane, "goes", by="alice"), running(plane, "stays", by="dave")
-        third = plane.submit("third", by="bob")
-        high = plane.submit("high", by="carol", num_nodes=2, resources={"priority": 5})
-        plane.steps(2)
-        tell(plane, goes, transition=(JobState.QUEUED, Cause.PREEMPTED))
-        plane.supervisors.done.add(goes)
-        plane.steps(3)
-        assert (plane.state(goes), where(plane, goes)) == ("queued", ["node0"])
-        key = plane.store.controls.of(stays)[0].control.key
-        tell(plane, stays, answers=(ControlAnswer(key, "refused", "no disk", 3),))
-        plane.steps(3)
-        states = [plane.state(job) for job in (goes, stays, third, high)]
-        assert states == ["starting", "running", "queued", "queued"]
-        assert plane.supervisors.started[-1].job == goes
-
-    def test_of_two_that_stopped_at_once_only_the_one_that_is_needed_goes(
-        self, tmp_path: Path
-    ) -> None:
-        plane = ControlPlane(tmp_path, 4, 4)
-        both = [running(plane, name, by=name) for name in ("one", "other")]
-        third = plane.submit("third", by="bob")
-        high = plane.submit("high", by="carol", resources={"priority": 5})
-        for job in both:
-            tell(plane, job, transition=(JobState.QUEUED, Cause.PREEMPTED))
-            plane.supervisors.done.add(job)
-        plane.steps(4)
-        assert (plane.state(high), plane.state(third)) == ("starting", "queued")
-        assert sorted(plane.state(job) for job in both) == ["queued", "starting"]
-
-    def test_spares_of_a_less_important_job_go_before_its_ranks(self, tmp_path: Path) -> None:
-        plane = ControlPlane(tmp_path, 4, 4)
-        low = running(plane, "low", resources={"spares": 1})
-        assert spares(plane, low) == ["node1"]
-        same = plane.submit("same")
-        plane.steps(2)
-        assert plane.state(same) == "queued" and spares(plane, low) == ["node1"]
-        high = plane.submit("high", resources={"priority": 5})
-        plane.steps(3)
-        assert (where(plane, high), where(plane, low)) == (["node1"], ["node0"])
-        assert (plane.state(low), spares(plane, low)) == ("running", [])
-        assert plane.store.controls.of(low) == []
-        assert plane.told(low, "spares_given_up") == [
-            f"Its spares, 10.0.0.2 (node1), go to {high}, which has a higher priority."
-        ]
-
-    def test_a_job_that_lost_a_node_gets_one_of_a_less_important_job(self, tmp_path: Path) -> None:
-        plane = ControlPlane(tmp_path, 4, 4, 4)
-        high = running(plane, "high", num_nodes=2, resources={"priority": 5})
-        low = running(plane, "low")
-        plane.groups.dead.add("node1")
-        plane.supervisors.done.add(high)
-        plane.steps(4)
-        (row,) = plane.store.controls.of(low)
-        assert row.control.kind == "preempt"
-        assert plane.store.job(high).reason.endswith(f"waits for {low} to give nodes back")
-        tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
-        plane.supervisors.done.add(low)
-        plane.steps(4)
-        assert where(plane, high) == ["node0", "node2"]
-        assert plane.supervisors.started[-1].job == high and plane.state(low) == "queued"
-
-    def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(
-        self, tmp_path: Path
-    ) -> None:
-        plane = ControlPlane(tmp_path, 4, 4)
-        low = running(plane, "low", num_nodes=2)
-        plane.groups.dead.add("node1")
-        plane.supervisors.done.add(low)
-        plane.steps(3)
-        assert plane.state(low) == "recovering"
-        high = plane.submit("high", resources={"priority": 5})
-        plane.steps(5)
-        assert (plane.state(low), plane.state(high)) == ("queued", "starting")
-
-
-class TestSubmitTwice:
-    def test_a_submission_that_comes_again_is_the_same_job(self, plane: ControlPlane) -> None:
-        first = plane.submit("toy", key="mine")
-        assert plane.submit("toy", key="mine") == first
-        assert len(plane.store.jobs()) == len(list(plane.jobs_dir.iterdir())) == 1
-        assert plane.submit("toy", key="other") != first
-
-    def test_a_key_that_was_used_for_another_job_is_refused(
-        self, plane: ControlPlane, api: TestClient
-    ) -> None:
-        job = plane.submit("toy", key="mine")
-        with pytest.raises(SubmitConflictError, match=job):
-            plane.submit("another", key="mine")
-        text = plane.jobs_dir.parent / "text.txt"
-        spec = {"name": "third", "slots_per_node": 4, "data": {"source": str(text)}}
-        answer = api.post("/v1/jobs", json={"spec": spec, "key": "mine"})
-        assert answer.status_code == 409
-        assert "was used to submit another job" in answer.json()["error"]
-
-    def test_the_same_word_of_two_users_is_two_keys(self, plane: ControlPlane) -> None:
-        first = plane.submit("toy", key="nightly", by="ann")
-        second = plane.submit("toy", key="nightly", by="bob")
-        assert first != second
-        assert plane.submit("toy", key="nightly", by="ann") == first
-        assert plane.submit("toy", key="nightly", by="bob") == second
-
-    def test_two_at_the_same_time_are_one_job_with_one_directory(
-        self, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        first = plane.submit("toy", key="mine")
-        # The second has looked before the first was stored.
-        monkeypatch.setattr(plane.store, "job_of_key", lambda *_: None)
-        assert plane.submit("toy", key="mine") == first
-        assert [folder.name for folder in plane.jobs_dir.iterdir()] == [first]
 
 
 class TestByHand:
