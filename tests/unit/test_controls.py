@@ -28,9 +28,9 @@ from orchestrator.recovery.policy import decide, exchange_to_fp8, return_to_fp8
 from orchestrator.spec.config import RecoveryConfig
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.stop_time import LEAST_STOP_S
+from tests.unit.recovery_cases import DOWN, LAYERS, history, incident
 from tests.unit.scripted_job import LAYERS as SCRIPTED_LAYERS
 from tests.unit.scripted_job import Bench, Make, Script, spec
-from tests.unit.test_recovery import DOWN, LAYERS, history, incident
 
 GROUNDS = Grounds(points=(0, 20), fixed_layers=("layers.9.mlp.down",), runs_fp8=True, steps=100)
 POLICY = RecoveryConfig()

@@ -11,8 +11,8 @@ from orchestrator.actions import Asked
 from orchestrator.recovery.fresh_start import since_fresh_start
 from orchestrator.recovery.policy import Restorable
 from orchestrator.spec.config import RecoveryConfig
+from tests.unit.recovery_cases import LAYERS, act, history, incident
 from tests.unit.scripted_job import Make, Script
-from tests.unit.test_recovery import LAYERS, act, history, incident
 
 SPENT = RecoveryConfig(max_rollbacks=0, max_layer_fallbacks=0, max_lr_cuts=0, max_restarts=0)
 ONCE = RecoveryConfig(max_rollbacks=1, max_lr_cuts=0)

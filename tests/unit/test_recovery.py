@@ -4,65 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from monitoring.records import Incident, Suspect
-from orchestrator.recovery.policy import (
-    Action,
-    History,
-    Restorable,
-    decide,
-    exchange_to_fp8,
-    return_to_fp8,
-)
+from orchestrator.recovery.policy import Action, Restorable, decide, return_to_fp8
 from orchestrator.spec.config import RecoveryConfig
-
-POLICY = RecoveryConfig()
-LAYERS = ("layers.0.mlp.down", "layers.1.mlp.down", "layers.2.mlp.down")
-DOWN = LAYERS[1]
-
-
-def incident(kind: str, step: int, onset: int | None = None, *suspects: str) -> Incident:
-    return Incident(
-        kind=kind,  # type: ignore[arg-type]
-        detector=kind,
-        attempt=1,
-        timeline=0,
-        step=step,
-        onset_step=step if onset is None else onset,
-        time=float(step),
-        message=f"{kind} at step {step}",
-        suspects=tuple(Suspect(name, "input", {"saturated_pct": 7.0}) for name in suspects),
-    )
-
-
-def history(step: int = 61, **changes: Any) -> History:
-    base = History(
-        attempt=1,
-        timeline=0,
-        step=step,
-        time=1000.0,
-        actions=(),
-        restorable=(Restorable(40, 0, True), Restorable(50, 0, True), Restorable(60, 0, False)),
-        precision={},
-        fp8_layers=LAYERS,
-        lr_scale=1.0,
-        ledger=(),
-        batches={s: s for s in range(step + 1)},
-        last_incident_step=None,
-        exchange="fp8",
-    )
-    return replace(base, **changes)
-
-
-def why(action: Action, rung: str) -> str:
-    return next(p.why for p in action.passed_over if p.rung == rung)
-
-
-def act(hist: History, *incidents: Incident, policy: RecoveryConfig = POLICY) -> Action:
-    return decide(incidents, hist, policy)
+from tests.unit.recovery_cases import DOWN, LAYERS, POLICY, act, history, incident, why
 
 
 class TestSkipStep:
@@ -332,112 +279,6 @@ class TestLastRungs:
         assert action.kind == "fail"
 
 
-def leap(step: int, loss: float) -> Incident:
-    return replace(incident("loss_spike", step), evidence={"loss": loss})
-
-
-def leaping(losses: list[float], step: int = 61, **changes: Any) -> Action:
-    """The answer to a loss that leaps at ``step``, again and again."""
-    hist = history(guessing_loss=5.5, **changes)
-    for loss in losses[:-1]:
-        action = act(hist, leap(step, loss))
-        precision = {**hist.precision, **action.precision}
-        hist = replace(hist, actions=(*hist.actions, action), precision=precision)
-    return act(hist, leap(step, losses[-1]))
-
-
-class TestAccept:
-    def test_the_same_leap_with_other_batches_and_in_bf16_is_other_data(self) -> None:
-        assert leaping([3.1, 3.3, 2.6, 3.2]).kind == "whole_bf16"
-        action = leaping([3.1, 3.3, 2.6, 3.2, 3.0])
-        assert action.kind == "accept" and action.to_step is None and not action.skip_batches
-        assert "goes up to 3.3 at most, with 5 different" in action.reason
-
-    def test_where_nothing_is_in_fp8_other_batches_are_enough(self) -> None:
-        assert leaping([3.1, 3.3, 2.6, 3.2], fp8_layers=()).kind == "accept"
-
-    def test_leaps_of_other_heights_are_not(self) -> None:
-        action = leaping([3.1, 3.3, 2.6, 5.2, 3.0])
-        assert action.kind == "lower_lr" and "not the same leap" in why(action, "accept")
-
-    def test_a_domain_that_shows_in_the_gradients_first_is_too(self) -> None:
-        """The loss was noisy before: its leap is no spike, and its first batch was easy."""
-        hist = history(guessing_loss=5.5)
-        for step in (100, 100, 100, 101):
-            seen = replace(incident("grad_norm_spike", step), evidence={"loss": 5.9})
-            action = act(replace(hist, step=step), seen)
-            precision = {**hist.precision, **action.precision}
-            hist = replace(hist, actions=(*hist.actions, action), precision=precision)
-        assert action.kind == "whole_bf16"
-        assert act(replace(hist, step=101), leap(101, 4.6)).kind == "accept"
-
-    def test_a_plateau_that_bf16_has_too_is_other_data_a_rise_or_drift_is_not(self) -> None:
-        def slow(**evidence: float) -> Incident:
-            seen = incident("slow_divergence", 161, 110)
-            return replace(seen, evidence={"loss": 3.8, "fast": 3.8, **evidence})
-
-        rise, drift = slow(slow=2.7), slow(lowest=2.7)
-        for last, kind in ((slow(best=2.7), "accept"), (rise, "lower_lr"), (drift, "lower_lr")):
-            hist = history(161, guessing_loss=5.5)
-            for answer in ("rollback", "whole_bf16"):
-                action = act(hist, slow(best=2.7))
-                assert action.kind == answer
-                precision = {**hist.precision, **action.precision}
-                hist = replace(hist, actions=(*hist.actions, action), precision=precision)
-            assert act(hist, last).kind == kind
-
-    def test_a_loss_much_worse_than_guessing_is_not(self) -> None:
-        action = leaping([9.1, 9.3, 9.6, 9.2, 9.0])
-        assert action.kind == "lower_lr" and "more than 1.5 times that of guessing" in why(
-            action, "accept"
-        )
-
-    def test_a_leap_at_another_step_is_not(self) -> None:
-        hist = history(guessing_loss=5.5)
-        for step in (61, 61, 61, 61, 65):
-            action = act(replace(hist, step=step), leap(step, 3.0))
-            precision = {**hist.precision, **action.precision}
-            hist = replace(hist, actions=(*hist.actions, action), precision=precision)
-        assert action.kind == "lower_lr"
-
-    def test_after_it_a_leap_is_a_new_trouble(self) -> None:
-        action = leaping([3.1, 3.3, 2.6, 3.2, 3.0])
-        hist = history(90, actions=(action,), precision=dict.fromkeys(LAYERS, "bf16"))
-        again = act(replace(hist, restorable=(Restorable(80, 4, True),)), leap(90, 4.0))
-        assert (again.kind, again.skip_batches) == ("rollback", (90,))
-
-    def test_its_budget_is_spent_like_others(self) -> None:
-        spent = (leaping([3.1, 3.3, 2.6, 3.2, 3.0]),) * POLICY.max_accepted_leaps
-        action = leaping([3.1, 3.3, 2.6, 3.2, 3.0], actions=spent)
-        assert action.kind == "pause" and "max_accepted_leaps = 2" in why(action, "accept")
-        assert "the data is another" in why(action, "lower_lr")
-        assert "the data changes more often than recovery.max_accepted_leaps" in action.reason
-
-    def test_where_it_is_not_wanted_the_learning_rate_is_lowered(self) -> None:
-        policy = RecoveryConfig(max_accepted_leaps=0)
-        hist = history(guessing_loss=5.5)
-        for loss in (3.1, 3.3, 2.6, 3.2, 3.0):
-            action = act(hist, leap(61, loss), policy=policy)
-            precision = {**hist.precision, **action.precision}
-            hist = replace(hist, actions=(*hist.actions, action), precision=precision)
-        assert action.kind == "lower_lr"
-
-    def test_layers_that_went_to_bf16_for_it_have_not_failed(self) -> None:
-        policy = RecoveryConfig(max_accepted_leaps=3, max_whole_fallbacks=3)
-        hist = history(guessing_loss=5.5)
-        for step in (61, 261, 461):
-            for loss in (3.1, 3.3, 2.6, 3.2, 3.0):
-                seen = replace(hist, step=step, restorable=(Restorable(step - 11, 1, True),))
-                action = act(seen, leap(step, loss), policy=policy)
-                precision = {**hist.precision, **action.precision}
-                hist = replace(hist, actions=(*hist.actions, action), precision=precision)
-            assert action.kind == "accept"
-            back = return_to_fp8(replace(hist, step=step + 120, last_incident_step=step), POLICY)
-            assert set(back.precision) == set(LAYERS) and set(back.precision.values()) == {"fp8"}
-            precision = {**hist.precision, **back.precision}
-            hist = replace(hist, actions=(*hist.actions, back), precision=precision)
-
-
 class TestRestart:
     def test_a_lost_rank_starts_the_next_attempt_from_the_newest_state(self) -> None:
         action = act(history(), incident("rank_died", 61))
@@ -482,42 +323,6 @@ class TestRestart:
         third = act(history(actions=(first, second)), incident("rank_died", 61), policy=policy)
         assert third.kind == "pause" and third.to_step is None
         assert why(third, "restart") == "2 of recovery.max_restarts = 2 are used"
-
-
-class TestReturnToFP8:
-    def fallen(self, step: int, *more: Action, **changes: Any) -> History:
-        first = act(history(), incident("amax_saturation", 61, 61, DOWN))
-        values: dict[str, Any] = {"precision": {DOWN: "bf16"}, "last_incident_step": 61}
-        return history(step, actions=(first, *more), **(values | changes))
-
-    def test_it_follows_a_calm_stretch(self) -> None:
-        action = return_to_fp8(self.fallen(161), POLICY)
-        assert action.kind == "return_to_fp8" and action.precision == {DOWN: "fp8"}
-
-    def test_it_does_not_come_a_step_early(self) -> None:
-        action = return_to_fp8(self.fallen(160), POLICY)
-        assert action.kind == "none" and "99 healthy steps" in action.reason
-
-    def test_any_incident_starts_the_count_again(self) -> None:
-        assert return_to_fp8(self.fallen(161, last_incident_step=90), POLICY).kind == "none"
-
-    def test_a_layer_that_failed_again_after_its_return_stays(self) -> None:
-        back = return_to_fp8(self.fallen(161), POLICY)
-        again = act(self.fallen(170, back, precision={}), incident("loss_spike", 170, 170, DOWN))
-        assert again.precision == {DOWN: "bf16"}
-        hist = self.fallen(900, back, again, last_incident_step=170)
-        action = return_to_fp8(hist, POLICY)
-        assert action.kind == "none" and "failed after a return" in action.reason
-
-    def test_the_others_return_without_it(self) -> None:
-        back = return_to_fp8(self.fallen(161), POLICY)
-        again = act(self.fallen(170, back, precision={}), incident("loss_spike", 170, 170, DOWN))
-        other = act(self.fallen(175, back, again), incident("amax_saturation", 175, 175, LAYERS[2]))
-        hist = self.fallen(900, back, again, other, precision={DOWN: "bf16", LAYERS[2]: "bf16"})
-        assert return_to_fp8(hist, POLICY).precision == {LAYERS[2]: "fp8"}
-
-    def test_nothing_fallen_is_nothing_to_return(self) -> None:
-        assert return_to_fp8(history(900), POLICY).kind == "none"
 
 
 def test_no_incident_is_no_action() -> None:
@@ -643,28 +448,3 @@ def test_a_slow_divergence_that_comes_back_climbs_like_a_spike() -> None:
     assert (first.kind, first.to_step) == ("rollback", 40)
     action = act(history(150, actions=(first,)), incident("slow_divergence", 150, 140))
     assert "came back within the horizon" in why(action, "rollback")
-
-
-class TestExchangeToFP8:
-    FALLEN = act(history(10), incident("exchange_error", 10))
-
-    def fallen(self, step: int, **changes: Any) -> History:
-        values = {"actions": (self.FALLEN,), "exchange": "bf16", "last_incident_step": 10}
-        return history(step, **{**values, **changes})
-
-    def test_it_returns_after_the_calm_stretch_and_not_before(self) -> None:
-        early = exchange_to_fp8(self.fallen(109), POLICY)
-        assert early.kind == "none" and "99 healthy steps since step 10" in early.reason
-        action = exchange_to_fp8(self.fallen(110), POLICY)
-        assert (action.kind, action.exchange) == ("exchange_fp8", "fp8")
-
-    def test_any_incident_begins_the_stretch_anew(self) -> None:
-        assert exchange_to_fp8(self.fallen(110, last_incident_step=50), POLICY).kind == "none"
-
-    def test_the_last_fallback_of_the_budget_is_for_good(self) -> None:
-        again = (self.FALLEN, exchange_to_fp8(self.fallen(110), POLICY), self.FALLEN)
-        answer = exchange_to_fp8(self.fallen(900, actions=again), POLICY)
-        assert answer.kind == "none" and "stays in BF16" in answer.reason
-
-    def test_an_exchange_that_the_spec_has_in_bf16_stays(self) -> None:
-        assert exchange_to_fp8(history(900, exchange="bf16"), POLICY).kind == "none"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orchestrator.actions import Action, Asked
 from orchestrator.recovery.restart_budget import restarts_spent, restarts_within, without_progress
 from orchestrator.spec.config import RecoveryConfig
-from tests.unit.test_recovery import act, history, incident, why
+from tests.unit.recovery_cases import act, history, incident, why
 
 DEFAULTS = RecoveryConfig()
 

@@ -24,8 +24,8 @@ from orchestrator.controller.supervisors import LastWords
 from orchestrator.recovery.policy import decide
 from orchestrator.spec.config import RecoveryConfig
 from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
+from tests.unit.recovery_cases import incident
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
-from tests.unit.test_recovery import incident
 
 
 def saturates_from(step: int, layer: str = LAYERS[1]) -> Script:
