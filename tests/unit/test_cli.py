@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -19,14 +18,12 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.api.client import Client
-from orchestrator.api.client_errors import NotAuthorizedError, UnreachableError
 from orchestrator.api.jobs import job_json
 from orchestrator.cli.close import conclude, could_go_on
 from orchestrator.cli.main import call
 from orchestrator.cli.show import Output, print_jobs
 from orchestrator.events import EventDraft
-from orchestrator.home.folder import Home, Server, TokenExposedError
+from orchestrator.home.folder import Home, TokenExposedError
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import SupervisorBatch
 from tests.unit.control_plane import ControlPlane
@@ -301,19 +298,6 @@ def test_a_dry_run_makes_no_folder(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_absent_controller_is_unreachable_and_the_remedy_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home = Home(tmp_path)
-    commands = (["list"], ["status", "x"], ["cancel", "x"], ["watch", "x"], ["logs", "x"])
-    for command in commands:
-        assert call([*command, "--home", str(tmp_path)]) == 3
-    home.write_server(Server("http://127.0.0.1:9", 9, 0))
-    assert call(["list", "--home", str(tmp_path)]) == 3
-    told = capsys.readouterr().err
-    assert "octavo up" in told and "Traceback" not in told
-
-
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
@@ -356,67 +340,6 @@ def test_problems_of_a_job_file_are_told_as_json_with_key_line_and_remedy(
         problems = json.loads(capsys.readouterr().err)["problems"]
         assert {p["key"] for p in problems} >= {"precison", "parallelism.pipeline"}
         assert all(p["file"] == file and p["line"] for p in problems)
-
-
-def test_a_controller_that_restarts_is_waited_for_and_followed_to_its_new_address(
-    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
-    server = home.server()
-    assert server
-    home.write_server(Server("http://127.0.0.1:9", 9, 0))
-    client = Client.of_home(home)
-    threading.Timer(0.5, home.write_server, [server]).start()
-    assert client.jobs() == []
-
-
-def test_a_controller_that_stays_away_is_told_apart_from_one_that_was_never_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
-    monkeypatch.setattr("orchestrator.api.connection.RESTART_S", 0.3)
-    Home(tmp_path).write_server(Server("http://127.0.0.1:9", 9, 0))
-    assert call(["list", "--home", str(tmp_path)]) == 3
-    told = capsys.readouterr().err
-    assert "though its host runs" in told and "start one" not in told
-
-
-def test_a_controller_on_a_cluster_is_waited_for_and_then_told_how_to_start_it_again(
-    home: Home, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home.write_ray_address("10.0.0.1:6379")
-    server = home.server()
-    assert server
-    home.write_server(Server("http://127.0.0.1:9", 9, 0))
-    client = Client.of_home(home)
-    threading.Timer(0.5, home.write_server, [server]).start()
-    assert client.jobs() == []
-    monkeypatch.setattr("orchestrator.api.connection.RESTART_S", 0.3)
-    home.write_server(Server("http://127.0.0.1:9", 9, 0))
-    with pytest.raises(UnreachableError, match=r"on the Ray of 10\.0\.0\.1:6379") as error:
-        Client.of_home(home).jobs()
-    assert "orchestrator.cluster.on_ray HOME --address 10.0.0.1:6379" in error.value.remedy
-    home.write_ray_address("")
-    with pytest.raises(UnreachableError, match="no controller answers"):
-        Client.of_home(home).jobs()
-
-
-def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("orchestrator.cluster.local.running_host", lambda _: object())
-    monkeypatch.setattr("orchestrator.api.connection.TIMEOUT_S", 0.2)
-    monkeypatch.setattr("orchestrator.api.connection.RESTART_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        Home(tmp_path).write_server(Server(f"http://127.0.0.1:{port}", port, 0))
-        client = Client.of_home(Home(tmp_path))
-        with pytest.raises(UnreachableError) as order:
-            client.submit({}, "job.yaml")
-        with pytest.raises(UnreachableError) as question:
-            client.jobs()
-    assert "`octavo list` before you repeat it" in order.value.remedy
-    assert question.value.remedy.startswith("try again")
 
 
 def test_down_ends_jobs_after_their_checkpoint_and_says_how_each_goes_on(
@@ -504,48 +427,6 @@ def test_an_unknown_job_is_not_found(home: Home, capsys: pytest.CaptureFixture[s
     assert "no job 'nobody'" in capsys.readouterr().err
 
 
-def test_a_wrong_or_exposed_token_is_told_without_a_traceback(
-    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = home.server()
-    assert server
-    for token, says in ((None, "needs the controller's bearer token"), ("no", "is not this")):
-        with pytest.raises(NotAuthorizedError, match=says):
-            Client(server.url, token).jobs()
-    (home.path / "token").chmod(0o644)
-    assert call(["list"]) == 1
-    assert "chmod 600" in capsys.readouterr().err
-    monkeypatch.setenv("OCTAVO_URL", server.url)
-    monkeypatch.setenv("OCTAVO_TOKEN", "wrong")
-    assert call(["list"]) == 1
-    assert "not this controller's" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("url", "token", "code", "says"),
-    [
-        ("http://head:port", "", 3, "'http://head:port' is no address of a controller"),
-        ("http://[::1", "", 3, "'http://[::1' is no address of a controller"),
-        ("head:8420", "", 3, "'head:8420' is no address of a controller"),
-        ("http://127.0.0.1:9", "tök", 1, "the token has characters that no token has"),
-        ("http://127.0.0.1:9", "a\nb", 1, "the token has characters that no token has"),
-    ],
-)
-def test_an_address_or_token_that_can_be_none_is_told_in_a_line(
-    url: str,
-    token: str,
-    code: int,
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OCTAVO_URL", url)
-    monkeypatch.setenv("OCTAVO_TOKEN", token)
-    assert call(["list"]) == code
-    told = capsys.readouterr().err
-    assert says in told and (not token or token not in told)
-
-
 def test_a_name_that_is_empty_or_no_text_is_told_as_such(
     home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -610,12 +491,6 @@ def test_the_token_is_created_once_and_for_its_owner_alone(tmp_path: Path) -> No
     (home.path / "token").chmod(0o640)
     with pytest.raises(TokenExposedError):
         home.token()
-
-
-def test_nothing_that_listens_is_unreachable() -> None:
-    assert not Client("http://127.0.0.1:9", None).healthy()
-    with pytest.raises(UnreachableError, match=r"127\.0\.0\.1:9"):
-        Client("http://127.0.0.1:9", None).jobs()
 
 
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
