@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvicorn
@@ -15,6 +15,9 @@ from orchestrator.api.app import create_app
 from orchestrator.home.folder import Home, Server
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.scripted_job import Bench, Make, Script
+
+if TYPE_CHECKING:
+    from tests.unit.transformer_engine_stand_in import StandIn
 
 
 @pytest.fixture
@@ -66,3 +69,14 @@ def bench(tmp_path: Path) -> Iterator[Make]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A ``transformer_engine`` of the recorded signatures."""
+    # Imports torch, which most tests do without.
+    from tests.unit.transformer_engine_stand_in import StandIn
+
+    stand_in = StandIn()
+    stand_in.install(monkeypatch)
+    return stand_in

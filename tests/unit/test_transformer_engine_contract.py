@@ -11,110 +11,26 @@ from torch import Tensor, nn
 
 from parallel.config import FP8Config, HighPrecisionLayers, ModelConfig
 from parallel.precision import transformer_engine
-from parallel.precision.backend import LayerScope, make_scope
+from parallel.precision.backend import make_scope
 from parallel.precision.choice import BackendChoice
-from parallel.precision.recipes import ROLES
-from parallel.precision.scaling import amax_to_scale, averaged_amax
+from parallel.precision.scaling import averaged_amax
 from parallel.precision.scope import STATISTICS_COLUMNS, PrecisionScope
 from parallel.precision.transformer_engine_scope import TransformerEngineScope
 from parallel.tensor import TensorGroup
-from tests.unit.transformer_engine_stand_in import RECORDED, StandIn
-
-HIDDEN, FFN, TOKENS = 128, 128, 128
-STAGE: Any = object()
-RECIPES = {
-    "delayed": FP8Config(recipe="delayed", amax_history_len=4),
-    "most_recent": FP8Config(
-        recipe="delayed", amax_history_len=4, amax_compute_algo="most_recent", margin=1
-    ),
-    "ema": FP8Config(recipe="delayed", amax_history_len=4, amax_compute_algo="ema"),
-    "current": FP8Config(recipe="current"),
-    "block": FP8Config(recipe="block"),
-    "mxfp8": FP8Config(recipe="mxfp8"),
-}
-LINEARS = ("layers.0.attn.qkv", "layers.0.attn.out", "layers.0.mlp.gate_up", "layers.0.mlp.down")
-AMAX, SCALE, SATURATED, UNDERFLOWED, NONFINITE, COUNT = map(
-    STATISTICS_COLUMNS.index,
-    ("amax", "scale", "saturated", "underflowed", "nonfinite", "count"),
+from tests.unit.transformer_engine_layer import (
+    FFN,
+    HIDDEN,
+    LINEARS,
+    RECIPES,
+    STAGE,
+    Layer,
+    assert_equal_states,
+    inputs,
+    scope_of,
+    state_of,
+    train_step,
 )
-
-
-@pytest.fixture
-def te(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in = StandIn()
-    stand_in.install(monkeypatch)
-    return stand_in
-
-
-class Layer(nn.Module):
-    """What a transformer layer asks of a scope, without attention in between."""
-
-    def __init__(self, scope: LayerScope, seed: int = 0) -> None:
-        super().__init__()
-        self.qkv = scope.norm_linear(LINEARS[0], HIDDEN, HIDDEN, eps=1e-5)
-        self.out = scope.linear(LINEARS[1], HIDDEN, HIDDEN)
-        self.mlp = scope.norm_mlp(
-            "layers.0.mlp", HIDDEN, FFN, eps=1e-5, smooth=False, sharded=False
-        )
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() == 2:
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(self.qkv(x))
-        return x + self.mlp(x)
-
-
-def scope_of(config: FP8Config, **more: Any) -> TransformerEngineScope:
-    return TransformerEngineScope("fp8", config, num_layers=1, device="cpu", stage=STAGE, **more)
-
-
-def inputs(step: int, micro: int, size: float = 1.0) -> tuple[Tensor, Tensor]:
-    """An input and an output gradient whose values have many magnitudes."""
-    generator = torch.Generator().manual_seed(1000 * step + micro)
-    shape = (2, TOKENS // 2, HIDDEN)
-    uneven = torch.exp2(torch.randint(-6, 6, shape, generator=generator).float())
-    x = size * torch.randn(shape, generator=generator) * uneven
-    grad = torch.randn(shape, generator=generator) * uneven * 1e-3
-    return x.bfloat16().requires_grad_(), grad.bfloat16()
-
-
-def train_step(
-    scope: LayerScope,
-    layer: nn.Module,
-    step: int,
-    *,
-    micro_batches: int = 1,
-    applied: bool = True,
-    size: float = 1.0,
-    grad_size: float = 1.0,
-    recompute: bool = False,
-) -> list[Tensor]:
-    """One step; the gradients of all parameters and inputs."""
-    layer.zero_grad()
-    grads: list[Tensor] = []
-    for micro in range(micro_batches):
-        x, grad = inputs(step, micro, size)
-        with scope.micro_batch():
-            y = scope.checkpoint(layer, x) if recompute else layer(x)
-        y.backward(grad * grad_size)
-        assert x.grad is not None
-        grads.append(x.grad)
-    scope.reduce_amax(None)
-    scope.finish_step(applied)
-    return grads + [p.grad.clone() for p in layer.parameters() if p.grad is not None]
-
-
-def state_of(scope: LayerScope) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in scope.state_tensors().items()}
-
-
-def assert_equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, wanted[name]), name
+from tests.unit.transformer_engine_stand_in import RECORDED
 
 
 class TestEveryCallIsOneThatTheReleaseTakes:
@@ -384,7 +300,8 @@ class TestDelayedScaling:
         train_step(scope, layer, 3, micro_batches=2, grad_size=float("inf"), applied=False)
         assert_equal_states(state_of(scope), before)
         names, table = scope.statistics()
-        assert torch.isposinf(table[names.index(f"{LINEARS[3]}/grad_output"), AMAX])
+        column = STATISTICS_COLUMNS.index("amax")
+        assert torch.isposinf(table[names.index(f"{LINEARS[3]}/grad_output"), column])
         train_step(scope, layer, 4)
         name = f"{LINEARS[3]}/backward.amax_history"
         assert not torch.equal(scope.state_tensors()[name], before[name])
@@ -417,174 +334,6 @@ class TestDelayedScaling:
         train_step(scope, layer, 0)
         assert all(type(t) is Tensor for t in scope.state_tensors().values())
         assert not any("extra_state" in name for name in layer.state_dict())
-
-
-class TestRecompute:
-    @pytest.mark.parametrize("recipe", ["delayed", "most_recent", "current", "block", "mxfp8"])
-    def test_the_same_gradients_and_scaling_state_as_without(self, te, recipe):
-        scopes = [scope_of(RECIPES[recipe]) for _ in range(2)]
-        layers = [Layer(scope) for scope in scopes]
-        for step in range(4):
-            plain = train_step(scopes[0], layers[0], step, micro_batches=2)
-            te.log.clear()
-            again = train_step(scopes[1], layers[1], step, micro_batches=2, recompute=True)
-            assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-        assert_equal_states(state_of(scopes[1]), state_of(scopes[0]))
-        forwards = [e for e in te.said("forward") if e[1] == LINEARS[0]]
-        assert [(how, second) for _, _, how, second, _ in forwards] == [
-            ("fp8", False),
-            ("fp8", True),
-        ] * 2
-        assert [e[4] for e in forwards[0::2]] == [e[4] for e in forwards[1::2]]
-
-    def test_a_linear_in_bf16_is_seen_once(self, te):
-        scopes = [scope_of(RECIPES["delayed"]) for _ in range(2)]
-        layers = [Layer(scope) for scope in scopes]
-        for scope in scopes:
-            scope.set_precision({LINEARS[1]: "bf16"})
-            scope.collect(True)
-        for step in range(2):
-            train_step(scopes[0], layers[0], step)
-            train_step(scopes[1], layers[1], step, recompute=True)
-        assert_equal_states(state_of(scopes[1]), state_of(scopes[0]))
-        assert torch.equal(scopes[1].statistics()[1], scopes[0].statistics()[1])
-
-    def test_it_is_transformer_engines_checkpoint_and_not_torchs(self, te, monkeypatch):
-        def torchs(*args: Any, **kwargs: Any) -> None:
-            raise AssertionError("torch's checkpoint would run the second pass in BF16")
-
-        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torchs)
-        scope = scope_of(RECIPES["current"])
-        train_step(scope, Layer(scope), 0, recompute=True)
-        assert te.said("checkpoint") == [("checkpoint",)]
-
-    def test_without_a_gradient_to_come_it_is_refused(self, te):
-        scope = scope_of(RECIPES["current"])
-        layer = Layer(scope)
-        with scope.micro_batch(), pytest.raises(ValueError, match="needs a gradient"):
-            scope.checkpoint(layer, inputs(0, 0)[0].detach())
-
-    def test_outside_a_micro_batch_it_is_refused(self, te):
-        scope = scope_of(RECIPES["current"])
-        layer = Layer(scope)
-        with pytest.raises(RuntimeError, match="outside micro_batch"):
-            scope.checkpoint(layer, inputs(0, 0)[0])
-
-    def test_with_ema_it_is_refused(self, te):
-        scope = scope_of(RECIPES["ema"])
-        layer = Layer(scope)
-        with scope.micro_batch(), pytest.raises(ValueError, match="ema"):
-            scope.checkpoint(layer, inputs(0, 0)[0])
-
-
-class TestStatistics:
-    def test_delayed_reports_the_largest_amax_of_the_micro_batches_and_the_steps_scale(self, te):
-        scope = scope_of(RECIPES["delayed"])
-        layer = Layer(scope)
-        train_step(scope, layer, 0)
-        scope.statistics()
-        scales = state_of(scope)[f"{LINEARS[0]}/forward.scale"]
-        train_step(scope, layer, 1, micro_batches=3)
-        names, table = scope.statistics()
-        assert names[:3] == tuple(f"{LINEARS[0]}/{r}" for r in ("input", "weight", "grad_output"))
-        assert len(names) == 3 * len(LINEARS)
-        weight = max(p.abs().max() for n, p in layer.named_parameters() if n == "out.weight")
-        assert table[names.index(f"{LINEARS[1]}/weight"), AMAX] == weight
-        seen = [
-            torch.nn.functional.rms_norm(inputs(1, m)[0], (HIDDEN,), eps=1e-5).abs().max().float()
-            for m in range(3)
-        ]
-        assert table[0, AMAX] == max(seen)
-        assert table[0, SCALE] == scales[0]
-        assert (table[:, COUNT] == 0).all() and table[:, [SATURATED, UNDERFLOWED]].isnan().all()
-
-    def test_delayed_tells_of_the_first_step_that_its_scales_were_not_calibrated(self, te):
-        scope = scope_of(RECIPES["delayed"])
-        layer = Layer(scope)
-        with torch.no_grad():
-            weight = next(p for n, p in layer.named_parameters() if n == "out.weight")
-            weight[0, 0] = 448.0  # whose scale is 1
-        told = []
-        for step in range(2):
-            train_step(scope, layer, step)
-            names, table = scope.statistics()
-            told.append(table[:, STATISTICS_COLUMNS.index("uncalibrated")].tolist())
-        assert told == [[1] * len(names), [0] * len(names)]
-        assert table[names.index(f"{LINEARS[1]}/weight"), SCALE] == 1.0
-
-    @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
-    def test_recipes_without_state_report_on_sampled_steps_alone(self, te, recipe):
-        config = RECIPES[recipe]
-        scope = scope_of(config)
-        layer = Layer(scope)
-        train_step(scope, layer, 0)
-        names, table = scope.statistics()
-        assert names == () and table.shape == (0, len(STATISTICS_COLUMNS))
-        scope.collect(True)
-        train_step(scope, layer, 1)
-        names, table = scope.statistics()
-        row = table[names.index(f"{LINEARS[1]}/weight")]
-        amax = next(p for n, p in layer.named_parameters() if n == "out.weight").abs().max().float()
-        assert row[AMAX] == amax
-        assert row[SCALE] == amax_to_scale(amax, 448.0, power_of_two=recipe != "current")
-        assert (table[:, AMAX] > 0).all()
-        scope.collect(False)
-        train_step(scope, layer, 2)
-        assert scope.statistics()[0] == ()
-
-    @pytest.mark.parametrize("recipe", ["delayed", "current"])
-    def test_sampled_statistics_of_a_linear_are_the_native_ones(self, te, recipe):
-        scopes = [
-            scope_of(RECIPES[recipe]),
-            PrecisionScope("fp8", RECIPES[recipe], num_layers=1, compiled=False),
-        ]
-        linears = [scope.linear(LINEARS[1], HIDDEN, HIDDEN) for scope in scopes]
-        with torch.no_grad():
-            linears[1].weight.copy_(linears[0].weight)
-        found = torch.zeros(6)
-        for step, size in enumerate((1.0, 100.0, 1e-6, 1e-7)):
-            tables = []
-            for scope, linear in zip(scopes, linears, strict=True):
-                scope.collect(True)
-                train_step(scope, linear, step, size=size, grad_size=size)
-                names, table = scope.statistics()
-                assert names == tuple(f"{LINEARS[1]}/{r}" for r in ROLES)
-                tables.append(table[:, [AMAX, SCALE, SATURATED, UNDERFLOWED, NONFINITE, COUNT]])
-            assert torch.equal(*tables)
-            found += tables[0].sum(0)
-        if recipe == "delayed":
-            assert found[2] > 0 and found[3] > 0
-
-    def test_nonfinite_values_are_counted(self, te):
-        scope = scope_of(RECIPES["current"])
-        layer = Layer(scope)
-        scope.collect(True)
-        train_step(scope, layer, 0, size=float("nan"), applied=False)
-        names, table = scope.statistics()
-        assert table[names.index(f"{LINEARS[1]}/input"), NONFINITE] == HIDDEN * TOKENS
-
-    def test_a_restored_state_drops_what_undone_steps_showed(self, te):
-        scope = scope_of(RECIPES["delayed"])
-        layer = Layer(scope)
-        scope.collect(True)
-        saved, meta = state_of(scope), scope.state_meta()
-        train_step(scope, layer, 0, size=1e4, grad_size=1e4)
-        for name, tensor in scope.state_tensors().items():
-            tensor.copy_(saved[name])
-        scope.load_meta(meta)
-        train_step(scope, layer, 1)
-        names, table = scope.statistics()
-        row = table[names.index(f"{LINEARS[3]}/grad_output")]
-        assert row[AMAX] == inputs(1, 0)[1].abs().max().float()
-        assert row[COUNT] == HIDDEN * TOKENS
-
-    def test_evaluation_is_not_looked_at(self, te):
-        scope = scope_of(RECIPES["current"])
-        layer = Layer(scope).eval()
-        scope.collect(True)
-        with torch.no_grad(), scope.micro_batch():
-            layer(inputs(0, 0)[0])
-        assert scope.statistics()[0] == ()
 
 
 class TestModules:
