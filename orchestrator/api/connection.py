@@ -45,6 +45,9 @@ RESTART_S = 10.0
 LONGEST_PAUSE_S = 60.0
 """Seconds that a request is put off at most where its token asks too often."""
 
+HURRY_S = 1.0
+"""All of these, where somebody waits at a prompt."""
+
 
 class Connection:
     """The controller at ``url``; ``token`` is its bearer token.
@@ -63,13 +66,16 @@ class Connection:
     ) -> None:
         self.url = url.rstrip("/")
         self._home = home
+        self._timeout_s = TIMEOUT_S
+        self._restart_s = RESTART_S
+        self._longest_pause_s = LONGEST_PAUSE_S
         headers = {"Authorization": f"Bearer {_fit(token)}"} if token else {}
         # A proxy of the environment has no business between us and the loopback.
         local = _host(self.url) in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
-            timeout=TIMEOUT_S,
+            timeout=self._timeout_s,
             trust_env=not local,
             verify=trust or (trusting(None) if self.url.startswith("https:") else False),
         )
@@ -83,7 +89,7 @@ class Connection:
 
     def hurry(self) -> None:
         """Give up on everything after a second: who asks waits at a prompt."""
-        self._http.timeout = httpx.Timeout(1.0)
+        self._timeout_s = self._restart_s = self._longest_pause_s = HURRY_S
 
     def clock(self) -> float:
         """Seconds since the epoch, by the controller's clock, to the second."""
@@ -95,7 +101,7 @@ class Connection:
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The answer to a question; its ``wait`` is how long the controller may hold it back."""
-        timeout = TIMEOUT_S + float(params.get("wait", 0))
+        timeout = self._timeout_s + float(params.get("wait", 0))
         return self._ask("GET", path, params=params, timeout=timeout)
 
     def pages(self, path: str, name: str, **params: Any) -> Iterator[dict[str, Any]]:
@@ -112,7 +118,7 @@ class Connection:
     ) -> dict[str, Any]:
         """The answer to an order; ``repeatable``: it has a key, so that, said again where an
         answer was lost, it is the same one."""
-        return self._ask("POST", path, json=body, timeout=TIMEOUT_S, repeatable=repeatable)
+        return self._ask("POST", path, json=body, timeout=self._timeout_s, repeatable=repeatable)
 
     def close(self) -> None:
         self._http.close()
@@ -131,8 +137,8 @@ class Connection:
     ) -> httpx.Response:
         """The response; where the host of our home runs, the controller's restart is waited for,
         and where it was asked too often, until it may be asked again: it did nothing so far."""
-        deadline = time.monotonic() + RESTART_S
-        patience = time.monotonic() + LONGEST_PAUSE_S
+        deadline = time.monotonic() + self._restart_s
+        patience = time.monotonic() + self._longest_pause_s
         while True:
             try:
                 answer = self._http.request(method, path, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.api.client import Client
 from orchestrator.api.client_errors import NotAuthorizedError, UnreachableError
+from orchestrator.api.connection import TIMEOUT_S
 from orchestrator.cli.main import call
 from orchestrator.home.folder import Home, Server
 from tests.unit.control_plane import ControlPlane
@@ -135,3 +136,21 @@ def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
             client.jobs()
     assert "`octavo list` before you repeat it" in order.value.remedy
     assert question.value.remedy.startswith("try again")
+
+
+def test_who_waits_at_a_prompt_does_not_wait_for_a_controller_that_hangs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"http://127.0.0.1:{silent.getsockname()[1]}", None)
+        client.hurry()
+        refused: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                client.jobs()
+            except UnreachableError as error:
+                refused.append(error)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(TIMEOUT_S / 2)
+        assert refused, "it waits as any other command would"
