@@ -84,6 +84,8 @@ class Matrix:
         )
         if not mended or not outcome.ok:
             self._discard()
+        else:
+            scene.give_space_back()
         return outcome
 
     def _reference(self, cluster: Cluster, row: Row) -> dict[int, float]:
@@ -98,6 +100,7 @@ class Matrix:
             if scene.state != "succeeded" or len(kept_losses(scene.steps)) != scene.newest + 1:
                 raise RuntimeError(f"the undisturbed run {scene.state} at step {scene.newest}")
             self._references[key] = kept_losses(scene.steps)
+            scene.give_space_back()
         return self._references[key]
 
     def _whole_cluster(self, made: Mapping[str, Any]) -> Cluster:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -209,6 +210,11 @@ class Scene:
                     f"{what} did not come in {seconds:.0f} s: {self.state}, step {self.newest}"
                 )
             time.sleep(0.02)
+
+    def give_space_back(self) -> None:
+        """Delete the checkpoints of what is over: the disk is small, and full is a fault."""
+        for scene in (self, *self.others):
+            shutil.rmtree(scene.folder / "checkpoints", ignore_errors=True)
 
     def _look_on(self) -> None:
         self._ended = threading.Event()
