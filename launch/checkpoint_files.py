@@ -36,6 +36,18 @@ MOST_TEXT = 256 << 20
 """Bytes of a manifest, or of a file's digests, at most: those of terabytes have less."""
 _CACHED = 16
 """Verified chunks that a reader keeps."""
+_ABSENT = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENXIO,
+        # As ``open_regular`` and ``read_small`` say it.
+        errno.EINVAL,
+        errno.EFBIG,
+    }
+)
 
 
 class DamagedFileError(RuntimeError):
@@ -82,6 +94,28 @@ def write_rank_file(folder: Path, name: str, payload: Payload, digest: str) -> R
     return file
 
 
+def is_absent(error: OSError) -> bool:
+    """Whether it says that nothing is there, or nothing of ours. Any other, such as that of a mount
+    that is away (EIO, ESTALE, ENOTCONN, ETIMEDOUT) or refuses (EACCES), says nothing of the kind:
+    the same look may find everything in a minute."""
+    return error.errno in _ABSENT
+
+
+def entries(folder: Path, prefix: str) -> list[Path]:
+    """What of ``folder`` has a name that begins so, sorted; nothing where there is no folder.
+
+    Raises OSError where the storage doesn't say: ``Path.glob`` takes a folder that it may not read
+    for an empty one.
+    """
+    try:
+        with os.scandir(folder) as found:
+            return sorted(folder / entry.name for entry in found if entry.name.startswith(prefix))
+    except OSError as error:
+        if is_absent(error):
+            return []
+        raise
+
+
 def open_regular(path: Path) -> int:
     """A descriptor to read a file by. OSError for what is none: a pipe would never end, nor would
     a device."""
@@ -112,7 +146,10 @@ def complete_file(folder: Path, name: str) -> RankFile | None:
 
 
 def what_is_wrong(folder: Path, file: RankFile, *, contents: bool) -> str | None:
-    """One sentence on what is wrong with a file, None if nothing is; ``contents``: reads all."""
+    """One sentence on what is wrong with a file, None if nothing is; ``contents``: reads all.
+
+    Raises OSError where the storage doesn't say.
+    """
     path = folder / file.name
     try:
         size = path.stat().st_size
@@ -123,6 +160,8 @@ def what_is_wrong(folder: Path, file: RankFile, *, contents: bool) -> str | None
                 if digest_of_file(stream) != file.digest:
                     return f"{file.name} has another digest than was written"
     except OSError as error:
+        if not is_absent(error):
+            raise
         return f"{file.name} can't be read: {error.strerror}"
     return None
 

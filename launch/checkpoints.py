@@ -34,6 +34,8 @@ from launch import checkpoint_files
 from launch.checkpoint_files import (
     RankFile,
     complete_file,
+    entries,
+    is_absent,
     open_regular,
     read_small,
     sync_folder,
@@ -117,7 +119,7 @@ def open_attempt(job_dir: Path | str, attempt: int) -> None:
         if made:
             shutil.rmtree(own, ignore_errors=True)
         raise AttemptOverError(attempt, f"attempt {newest} has taken over")
-    for folder in root.glob(".attempt-*"):
+    for folder in entries(root, ".attempt-"):
         match = _ATTEMPT.fullmatch(folder.name)
         if match and int(match[1]) < attempt:
             # Another supervisor of this attempt may have done it.
@@ -128,7 +130,7 @@ def open_attempt(job_dir: Path | str, attempt: int) -> None:
 
 
 def attempt_is_open(job_dir: Path | str, attempt: int) -> bool:
-    """Whether what ``open_attempt`` made is there."""
+    """Whether what ``open_attempt`` made is there. Raises OSError where the storage doesn't say."""
     return _own(_checkpoints(Path(job_dir)), attempt).exists()
 
 
@@ -213,9 +215,15 @@ def discard_step(job_dir: Path | str, step: int, attempt: int, timeline: int) ->
 
 
 def bury(job_dir: Path | str, attempt: int) -> None:
-    """Delete what ``attempt`` and those before it are done with; takes as long as the disk does."""
+    """Delete what ``attempt`` and those before it are done with; takes as long as the disk does.
+    Never raises: what is left is deleted the next time."""
     root = _checkpoints(Path(job_dir))
-    for grave in [*root.glob(".given-up-*"), *_own(root, attempt).glob("old-*")]:
+    try:
+        graves = entries(root, ".given-up-") + entries(_own(root, attempt), "old-")
+    except OSError as error:
+        logger.warning("%s: nothing is deleted for now: %s", root, error)
+        return
+    for grave in graves:
         shutil.rmtree(grave, ignore_errors=True)
 
 
@@ -242,24 +250,38 @@ def _log_left_out(folder: Path, why: str) -> None:
     logger.warning("checkpoint %s is left out: %s", folder, why)
 
 
+def _log_unseen(folder: Path, error: OSError) -> None:
+    logger.warning("%s can't be looked at: %s", folder, error)
+
+
 def list_checkpoints(
     job_dir: Path | str,
     rollbacks: Mapping[int, int] | None = None,
     left_out: Callable[[Path, str], None] = _log_left_out,
+    unseen: Callable[[Path, OSError], None] = _log_unseen,
 ) -> list[Checkpoint]:
     """Committed checkpoints with a good manifest, newest step first; contents unchecked.
 
     ``rollbacks``: the step each later timeline began at, by timeline. A checkpoint of an
     earlier timeline beyond that step belongs to what was rolled back, and is left out.
-    ``left_out`` is told of the folders whose manifest is not good, and why.
+    ``left_out`` is told of the folders whose manifest is not good, and why; ``unseen`` of what the
+    storage doesn't say anything of, one of them or the folder of all.
     """
     root = _checkpoints(Path(job_dir))
     found = []
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    try:
+        folders = entries(root, "step-")
+    except OSError as error:
+        unseen(root, error)
+        return []
+    for folder in reversed(folders):
         try:
             checkpoint = read_manifest(folder)
         except (OSError, ManifestError) as error:
-            left_out(folder, str(error))
+            if isinstance(error, OSError) and not is_absent(error):
+                unseen(folder, error)
+            else:
+                left_out(folder, str(error))
             continue
         later = (rollbacks or {}).items()
         if all(checkpoint.step <= to for at, to in later if at > checkpoint.timeline):
@@ -298,7 +320,11 @@ def newest_checkpoint(
     Damage is logged, never raised. ``rollbacks`` as in ``list_checkpoints``.
     """
     for checkpoint in list_checkpoints(job_dir, rollbacks):
-        problems = verify_checkpoint(checkpoint)
+        try:
+            problems = verify_checkpoint(checkpoint)
+        except OSError as error:
+            _log_unseen(checkpoint.path, error)
+            continue
         if not problems:
             return checkpoint
         logger.warning("checkpoint %s is left out: %s", checkpoint.path, "; ".join(problems))
@@ -306,7 +332,10 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(checkpoint: Checkpoint, *, contents: bool = True) -> list[str]:
-    """What is wrong with its files, one sentence each; with ``contents`` reads all of them."""
+    """What is wrong with its files, one sentence each; with ``contents`` reads all of them.
+
+    Raises OSError where the storage doesn't say.
+    """
     files = checkpoint.files.values()
     found = (what_is_wrong(checkpoint.path, file, contents=contents) for file in files)
     return [problem for problem in found if problem is not None]
@@ -361,7 +390,7 @@ def _grave(folder: Path) -> str:
 
 
 def _newest_attempt(root: Path) -> int:
-    matches = (_ATTEMPT.fullmatch(folder.name) for folder in root.glob(".attempt-*"))
+    matches = (_ATTEMPT.fullmatch(folder.name) for folder in entries(root, ".attempt-"))
     return max((int(match[1]) for match in matches if match), default=-1)
 
 
@@ -387,7 +416,7 @@ def _complete_folder(
 def _staged_folders(own: Path, step: int, timeline: int | None) -> list[tuple[int, Path]]:
     """(timeline, folder) of what was written for this step, newest timeline first."""
     found = []
-    for folder in own.glob(f"step-{step:08d}-timeline-*"):
+    for folder in entries(own, f"step-{step:08d}-timeline-"):
         match = _STAGED.fullmatch(folder.name)
         if match and timeline in (None, int(match[2])):
             found.append((int(match[2]), folder))
@@ -426,7 +455,7 @@ def _delete_superseded(root: Path, own: Path, newest: Checkpoint, num_to_keep: i
     for checkpoint in [*going, *kept[num_to_keep:]]:
         if not _is_held(checkpoint.path):
             _retire(checkpoint.path, own)
-    for folder in own.glob("step-*-timeline-*"):
+    for folder in entries(own, "step-"):
         match = _STAGED.fullmatch(folder.name)
         if match and int(match[1]) < newest.step:
             _retire(folder, own)
@@ -434,7 +463,8 @@ def _delete_superseded(root: Path, own: Path, newest: Checkpoint, num_to_keep: i
 
 def _is_held(folder: Path) -> bool:
     try:
-        return any(time.time() - hold.stat().st_mtime < HOLD_S for hold in folder.glob("held-by-*"))
+        holds = entries(folder, "held-by-")
+        return any(time.time() - hold.stat().st_mtime < HOLD_S for hold in holds)
     except OSError:
         return True
 

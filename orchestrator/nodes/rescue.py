@@ -4,7 +4,8 @@ Ranks that are told to stop write their last state themselves. Where there are n
 (they died, and the job is paused for a person, cancelled or failed before the next attempt), the
 keepers still hold every rank's newest snapshot, and would take it along when they end. Promises:
 what is written is what the next attempt would have started from; nothing is written where disk has
-that step, or a later one, already; a job's nodes wait for it for a bounded time; no pass does.
+that step, or a later one, already; a job's nodes wait for it for a bounded time, and as long for a
+storage that fails or doesn't say what it has; what is lost is told; no pass waits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from launch.checkpoints import AttemptOverError
 from launch.commands import RestorePoint, SnapshotReport
 from launch.keeper import Inventory
 from launch.keeper_clients import patience_s
@@ -32,18 +36,46 @@ from orchestrator.nodes.groups import DiskOrder, NodeGroups
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import BY_KEEPERS, FencedError, ResumeState, whole_history
 from orchestrator.saved.checkpoint_facts import facts_of
-from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from orchestrator.saved.checkpoint_shelf import STORAGE_S, CheckpointShelf
 from orchestrator.saved.closing import WHOLE_RECORDS, write_closing
 from orchestrator.saved.restore import candidates, points_in_memory
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
-STORAGE_S = 300.0
-"""Seconds that nodes are held for a storage that fails, or a keeper that doesn't answer."""
 AGAIN_S = 10.0
-"""Seconds between two tries."""
+"""Seconds between two tries, for ``STORAGE_S`` at most, of a storage that fails or a keeper that
+doesn't answer."""
+_STORAGE_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.ETIMEDOUT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
+"""What of a storage may pass, though it was fine a moment later."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """What came of one try to keep what memory holds."""
+
+    told: Sequence[EventDraft] = ()
+    """For people; nothing where there was nothing to keep."""
+    may_pass: bool = False
+    """Whether nothing was kept, for a reason of the storage."""
+    newest_on_disk: int = -1
+
+    def lost_sight(self, again: _Try) -> bool:
+        """Whether the keepers are gone by ``again``: what was told of this one stands."""
+        newest = self.told[0].detail["step"] if self.told else -1
+        return not again.told and again.newest_on_disk < newest
 
 
 class Rescue:
@@ -83,28 +115,38 @@ class Rescue:
 
     def _run(self, job: str, held: Mapping[int, Inventory]) -> None:
         try:
-            last = self._store.attempts.resume_state(job)
-            deadline = time.monotonic() + STORAGE_S
-            while self._groups.silent(job) and time.monotonic() < deadline:
-                # One that is busy with gigabytes may hold what the others lack.
-                time.sleep(min(AGAIN_S, STORAGE_S))
-                held = self._groups.copies(job)
-            told = self._rescue(last, held)
-            while told and _storage_fails(told, last.job_dir) and time.monotonic() < deadline:
-                # What ends ranks is often the storage, which comes back.
-                time.sleep(min(AGAIN_S, STORAGE_S))
-                again = self._rescue(last, self._groups.copies(job))
-                if not again:
-                    break  # the keepers are gone meanwhile: what was told stands
-                told = again
-            for event in told:
-                self._store.note(job, event)
-            if told:
+            self._keep(job, held)
+        except Exception as error:
+            logger.exception("the newest state of %s in memory could not be looked after", job)
+            why = f"What the nodes' memory held of the job could not be looked after: {error!r}."
+            with suppress(Exception):  # the store may be what failed
+                self._store.note(job, EventDraft("checkpoint_failed", self._clock(), why, {}))
+        self._done()
+
+    def _keep(self, job: str, held: Mapping[int, Inventory]) -> None:
+        last = self._store.attempts.resume_state(job)
+        deadline = time.monotonic() + STORAGE_S
+        while self._groups.silent(job) and time.monotonic() < deadline:
+            # One that is busy with gigabytes may hold what the others lack.
+            time.sleep(min(AGAIN_S, STORAGE_S))
+            held = self._groups.copies(job)
+        tried = self._try(last, held, patient=time.monotonic() < deadline)
+        while tried.may_pass and time.monotonic() < deadline:
+            # What ends ranks is often the storage, which comes back.
+            time.sleep(min(AGAIN_S, STORAGE_S))
+            patient = time.monotonic() < deadline
+            again = self._try(last, self._groups.copies(job), patient=patient)
+            if tried.lost_sight(again):
+                break
+            tried = again
+        for event in tried.told:
+            self._store.note(job, event)
+        if tried.told:
+            try:
                 # What its supervisor wrote when it ended knows nothing of this.
                 write_closing(self._view(job), Path(last.job_dir), last.attempt)
-        except Exception:
-            logger.exception("the newest state of %s in memory could not be looked after", job)
-        self._done()
+            except (OSError, AttemptOverError) as error:
+                logger.warning("the report of %s is as it was: %s", job, error)
 
     def _view(self, job: str) -> JobView:
         """What is stored of the job, as its supervisor's view of it is."""
@@ -123,13 +165,18 @@ class Rescue:
             extra={"job_dir": row.job_dir, RANK_PEAK: rank_peak_tokens_per_s(row.spec)},
         )
 
-    def _rescue(self, last: ResumeState, held: Mapping[int, Inventory]) -> list[EventDraft]:
-        """What became of it, for people."""
+    def _try(self, last: ResumeState, held: Mapping[int, Inventory], *, patient: bool) -> _Try:
+        """``patient``: while disk doesn't say what it has, nothing is written to it."""
         world = sum(node.slots for node in last.nodes)
         spec = last.spec
         shelf = CheckpointShelf(last.job_dir, spec.checkpoint.num_to_keep, world, facts_of(spec))
         told: list[EventDraft] = []
-        for point in worth_keeping(held, shelf.points(), last, world):
+        on_disk = shelf.points()
+        newest = max((point.step for point in on_disk), default=-1)
+        for point in worth_keeping(held, on_disk, last, world):
+            if patient and shelf.unseen:
+                told.append(_told(point.step, shelf.unseen, self._clock()))
+                return _Try(told, True, newest)
             seats, nbytes = holders(held, point)
             order = DiskOrder(
                 Path(last.job_dir), last.attempt, last.timeline, seats, world, patience_s(nbytes)
@@ -138,7 +185,10 @@ class Rescue:
             told.append(_told(point.step, why, self._clock()))
             if not why:
                 break
-        return told
+            if patient and (shelf.unopened or _storage_fails(why, last.job_dir)):
+                # Before an older one is written: the newest may be, in a minute.
+                return _Try(told, True, newest)
+        return _Try(told, False, newest)
 
     def _write(self, order: DiskOrder, shelf: CheckpointShelf, step: int) -> str:
         """Empty, or why there is no checkpoint of that step."""
@@ -146,6 +196,8 @@ class Rescue:
             shelf.begin(order.attempt)
         except FencedError as error:
             return str(error)
+        if shelf.unopened:
+            return shelf.unopened
         failed = self._groups.write_copies(order)
         if failed:
             return _by_rank(failed)
@@ -197,11 +249,9 @@ def holders(
     return seats, max(load.values(), default=0)
 
 
-def _storage_fails(told: Sequence[EventDraft], job_dir: str) -> bool:
-    """Whether nothing was written, for a reason that may pass."""
-    if told[-1].kind == "checkpoint_written":
-        return False
-    if os.strerror(errno.ENOSPC) in told[-1].message:
+def _storage_fails(why: str, job_dir: str) -> bool:
+    """Whether ``why`` nothing was written may pass."""
+    if any(os.strerror(number) in why for number in _STORAGE_ERRORS):
         return True
     folder = Path(job_dir) / "checkpoints"
     try:

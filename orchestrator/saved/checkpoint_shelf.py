@@ -1,8 +1,8 @@
 """The job's checkpoints as the supervisor handles them: commit what all ranks wrote, list.
 
-Promises: a disk that is full or broken is told, never raised: training goes on, what a checkpoint
-took that won't be completed is given back, and the next one is tried. No pass waits for files to
-be deleted.
+Promises: a storage that is full, broken or away is told, never raised: training goes on, what a
+checkpoint took that won't be completed is given back, and the next one is tried. What can't be
+looked at is never taken for what isn't there. No pass waits for files to be deleted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from launch.checkpoints import (
     IncompleteCheckpointError,
     attempt_is_open,
     bury,
+    checkpoint_folder,
     commit_checkpoint,
     discard_step,
     hold,
@@ -29,6 +30,10 @@ from launch.checkpoints import (
 )
 from launch.commands import CopyFailed, RestorePoint, SnapshotReport
 from orchestrator.protocol import FencedError
+
+STORAGE_S = 300.0
+"""Seconds that a storage which fails, or can't be looked at, is waited for where work would be lost
+otherwise."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +58,15 @@ class CheckpointShelf:
         self._open = False
         self._written: dict[tuple[int, int, int], set[int]] = {}
         self._lost: set[tuple[int, int, int]] = set()
+        self._newest: RestorePoint | None = None
         self._damaged: dict[Path, str] = {}
         self._news: list[tuple[Path, str]] = []
         self.failed: tuple[int, str] | None = None
         """The newest step that could not be committed, and why."""
+        self.unseen = ""
+        """Why what ``points`` gave last may not be all; empty: it is."""
+        self.unopened = ""
+        """Why nothing can be written now; empty: it can."""
 
     @property
     def folder(self) -> Path:
@@ -77,6 +87,11 @@ class CheckpointShelf:
         """``begin``, unless that is done."""
         if self._attempt != attempt:
             self.begin(attempt)
+
+    def reopen(self) -> None:
+        """What could not be opened is tried again. Raises FencedError."""
+        if self.unopened:
+            self._try_to_open()
 
     def resize(self, world_size: int, run: Mapping[str, Any]) -> None:
         """The ranks of the next attempt are more or fewer."""
@@ -133,6 +148,8 @@ class CheckpointShelf:
             self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
             self._give_back(key)
             return str(error)
+        path = str(checkpoint_folder(self._job_dir, report.step))
+        self._newest = RestorePoint(report.step, "disk", report.attempt, report.timeline, path)
         if self._held is not None:
             let_go(*self._held)
             self._held = None
@@ -143,12 +160,23 @@ class CheckpointShelf:
         """What an attempt could start from, on any number of ranks.
 
         Files that are missing or cut off are left out here; whoever loads one checks the rest.
+        What the storage doesn't say anything of is left out as well: ``unseen`` is told then.
         """
-        return [
+        before, self.unseen = self.unseen, ""
+        found = [
             RestorePoint(c.step, "disk", c.attempt, c.timeline, str(c.path))
-            for c in list_checkpoints(self._job_dir, left_out=self._leave_out)
+            for c in list_checkpoints(
+                self._job_dir, left_out=self._leave_out, unseen=self._cannot_see
+            )
             if set(c.files) == set(range(len(c.files))) and not self._is_cut_off(c)
         ]
+        if self.unseen and self.unseen != before:
+            logger.warning("%s", self.unseen)
+        return found
+
+    def committed_unseen(self) -> RestorePoint | None:
+        """What was committed last, where ``points`` could not look whether it is still there."""
+        return self._newest if self.unseen else None
 
     def left_out(self) -> list[tuple[Path, str]]:
         """Damaged checkpoints that ``points`` has found since this was last asked, and what is
@@ -162,24 +190,33 @@ class CheckpointShelf:
             self._news.append((folder, why))
             logger.warning("checkpoint %s is left out: %s", folder, why)
 
+    def _cannot_see(self, folder: Path, error: OSError) -> None:
+        self.unseen = self.unseen or f"{folder} can't be looked at: {error.strerror}"
+
     def _is_cut_off(self, checkpoint: Checkpoint) -> bool:
-        problems = verify_checkpoint(checkpoint, contents=False)
+        """Or not seen to be whole."""
+        try:
+            problems = verify_checkpoint(checkpoint, contents=False)
+        except OSError as error:
+            self._cannot_see(checkpoint.path, error)
+            return True
         if problems:
             self._leave_out(checkpoint.path, "; ".join(problems))
         return bool(problems)
 
     def _try_to_open(self) -> None:
-        # A storage that was away may have come back without what was opened in its place.
-        if self._open and attempt_is_open(self._job_dir, self._attempt):
-            return
         try:
+            # A storage that was away may have come back without what was opened in its place.
+            if self._open and attempt_is_open(self._job_dir, self._attempt):
+                return
             open_attempt(self._job_dir, self._attempt)
-            self._open = True
         except AttemptOverError as error:
             raise FencedError(str(error)) from error
         except OSError as error:
+            self.unopened = str(error)
             logger.warning("no checkpoints in %s for now: %s", self._job_dir, error)
         else:
+            self._open, self.unopened = True, ""
             self._bury()
 
     def _give_back(self, key: tuple[int, int, int]) -> None:

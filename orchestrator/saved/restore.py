@@ -17,8 +17,8 @@ WRITTEN = "checkpoint_written"
 """Kind of the event that tells of a checkpoint."""
 
 
-class CopyKey(Protocol):
-    """What a keeper says of a copy that it holds (``launch.snapshots.SnapshotKey``)."""
+class Made(Protocol):
+    """A state, by who made it and when: a point, a checkpoint, what a rank says of its copy."""
 
     @property
     def attempt(self) -> int: ...
@@ -27,10 +27,14 @@ class CopyKey(Protocol):
     def timeline(self) -> int: ...
 
     @property
-    def rank(self) -> int: ...
+    def step(self) -> int: ...
+
+
+class CopyKey(Made, Protocol):
+    """What a keeper says of a copy that it holds (``launch.snapshots.SnapshotKey``)."""
 
     @property
-    def step(self) -> int: ...
+    def rank(self) -> int: ...
 
 
 def preference(point: RestorePoint) -> tuple[int, bool, int, int]:
@@ -38,13 +42,13 @@ def preference(point: RestorePoint) -> tuple[int, bool, int, int]:
     return (point.step, point.tier == "memory", point.attempt, point.timeline)
 
 
-def on_living_branch(point: RestorePoint, actions: Iterable[Action]) -> bool:
-    """Whether nothing went back to before ``point`` since it was made."""
-    made = (point.attempt, point.timeline)
+def on_living_branch(state: Made, actions: Iterable[Action]) -> bool:
+    """Whether nothing went back to before ``state`` since it was made."""
+    made = (state.attempt, state.timeline)
     return not any(
         action.to_step is not None
         and (action.attempt, action.timeline) >= made
-        and point.step > action.to_step
+        and state.step > action.to_step
         for action in actions
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.checkpoint_files import DamagedFileError, RankFileReader
+from launch.checkpoint_files import DamagedFileError, RankFileReader, entries
 from launch.checkpoints import Checkpoint, ManifestError, read_manifest, verify_checkpoint
 from launch.commands import RestorePoint
 from launch.state_header import LAYOUT, parse_header
@@ -49,7 +49,7 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
     if path is None:
         return
     unread: list[str] = []
-    whole = (c for c in checkpoints_in(path) if not verify_checkpoint(c, contents=False))
+    whole = (c for c in checkpoints_in(path) if not _problems(c))
     best = next((c for c in whole if _is_read(c, unread)), None)
     if best is None:
         message, remedy = (unread[0], _NAME_ANOTHER) if unread else _what_is_there(path)
@@ -70,10 +70,10 @@ def checkpoints_in(path: Path, left_out: Callable[[Path, str], None] = _nobody) 
     """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked.
     ``left_out`` is told of folders that should be checkpoints and aren't, and why."""
     try:
-        folders = [path, *sorted(path.glob("step-*"), reverse=True)]
-        folders += sorted((path / "checkpoints").glob("step-*"), reverse=True)
-    except OSError:
-        # It can't be looked into, as one whose name is too long.
+        folders = [path, *reversed(entries(path, "step-"))]
+        folders += reversed(entries(path / "checkpoints", "step-"))
+    except OSError as error:
+        left_out(path, f"it can't be looked into: {error.strerror}")
         return []
     found = []
     for folder in folders:
@@ -92,13 +92,21 @@ def foreign_points(
     path = spec.checkpoint.resume_from
     found = []
     for c in [] if path is None else checkpoints_in(path, left_out):
-        if problems := verify_checkpoint(c, contents=False):
+        if problems := _problems(c):
             left_out(c.path, "; ".join(problems))
         elif set(c.files) != set(range(len(c.files))):
             left_out(c.path, "its manifest lacks ranks")
         else:
             found.append(RestorePoint(c.step, "disk", FOREIGN_ATTEMPT, 0, str(c.path)))
     return found
+
+
+def _problems(checkpoint: Checkpoint) -> list[str]:
+    """What can be seen to be wrong with its files, or that they can't be looked at."""
+    try:
+        return verify_checkpoint(checkpoint, contents=False)
+    except OSError as error:
+        return [f"its files can't be looked at: {error.strerror}"]
 
 
 @dataclass(frozen=True, slots=True)

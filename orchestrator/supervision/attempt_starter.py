@@ -2,15 +2,15 @@
 
 Promises: an attempt is allocated before anything of it starts, and the one before is ended before
 that; ranks are given out once all workers are there and their nodes have passed; what has trained
-never begins from the seed because nobody said in time what is left of it.
+never begins from the seed because nobody said in time what is left of it, keeper or storage.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from launch.commands import RestoredOlder
+from launch.commands import RestoredOlder, RestorePoint
 from launch.rank_group import NodeSilentError, RankEnd
 from monitoring.environment import environment
 from monitoring.records import Incident
@@ -19,6 +19,8 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import ControllerPort, ResumeState
 from orchestrator.recovery.detector_bank import new_bank
 from orchestrator.saved.checkpoint_facts import facts_of
+from orchestrator.saved.checkpoint_shelf import STORAGE_S
+from orchestrator.saved.resume_from import FOREIGN_ATTEMPT
 from orchestrator.spec.backend import backend_of
 from orchestrator.spec.degrees import other_degrees
 from orchestrator.supervision import notices
@@ -32,6 +34,9 @@ from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Launching, Training
 from orchestrator.supervision.preflight_gate import Look, PreflightGate
 from orchestrator.supervision.restocking import Restocking
+
+LOOK_S = 1.0
+"""Seconds between two looks at a storage that doesn't say what it holds."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +64,8 @@ class AttemptStarter:
         self._sleep = sleep
         self._awaited = 0
         """The last attempt that waited for keepers."""
+        self._storage_away: tuple[int, float, float] | None = None
+        """The attempt that waits for the storage, since when, and when it was looked at last."""
 
     def first(self) -> None:
         """Start the workers of the attempt that the supervisor was started for."""
@@ -124,6 +131,8 @@ class AttemptStarter:
             master = job.group.master()
         except NodeSilentError as error:
             return died([RankEnd(0, "lost", error=str(error))], attempt.facts, now)
+        if self._storage_away is not None and now - self._storage_away[2] < LOOK_S:
+            return None
         asked = job.clock()
         points = job.starts.choose(attempt)
         for folder, why in job.starts.left_out():
@@ -136,7 +145,12 @@ class AttemptStarter:
                 self._awaited = attempt.facts.attempt
                 job.journal.happened(notices.keepers_awaited(keepers), job.clock())
             return None
-        if lost := job.starts.lost(points, job.journal.newest_checkpoint()):
+        if self._awaits_storage(points, now):
+            return None
+        lost = job.starts.lost(points, job.journal.newest_checkpoint())
+        if attempt.resume.step >= 0 and not _own(points):
+            lost = job.shelf.unseen or lost
+        if lost:
             told = notices.nothing_to_start_from(lost)
             self._end.finish(JobState.PAUSED, Cause.STATE_GONE, told)
             return None
@@ -155,6 +169,25 @@ class AttemptStarter:
         )
         job.journal.happened(started, job.clock())
         return None
+
+    def _awaits_storage(self, points: Sequence[RestorePoint], now: float) -> bool:
+        """Whether the checkpoints can't all be looked at, may hold what ``points`` lack, and were
+        not waited for long enough yet."""
+        job, attempt = self._job, self._job.attempt
+        best = max((point.step for point in _own(points)), default=-1)
+        enough = best >= max(0, job.journal.newest_checkpoint()) or attempt.resume.step < 0
+        if not job.shelf.unseen or enough:
+            self._storage_away = None
+            return False
+        number = attempt.facts.attempt
+        if self._storage_away is None or self._storage_away[0] != number:
+            self._storage_away = (number, now, now)
+            job.journal.happened(notices.storage_awaited(job.shelf.unseen, STORAGE_S), job.clock())
+        _, since, looked = self._storage_away
+        self._storage_away = (number, since, now)
+        # What the storage takes is no time of the ranks.
+        attempt.held_up(now - looked)
+        return now - since < STORAGE_S
 
     def starts_at(self, start: int, now: float) -> None:
         """Bring the detectors to the step that the attempt starts at."""
@@ -177,3 +210,8 @@ class AttemptStarter:
     def _start_workers(self, resume: ResumeState) -> None:
         self._restocking.begin(resume)
         self._job.group.start(seats(resume))
+
+
+def _own(points: Sequence[RestorePoint]) -> list[RestorePoint]:
+    """Those that this job has made."""
+    return [point for point in points if point.attempt != FOREIGN_ATTEMPT]

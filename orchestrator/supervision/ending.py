@@ -59,6 +59,7 @@ def unsaved(
 def why_no_checkpoint(ended: Sequence[RankEnd], shelf: CheckpointShelf) -> str:
     """Why a stop left none."""
     failed = [shelf.failed[1]] if shelf.failed else []
+    failed += [shelf.unseen] if shelf.unseen else []
     told = [detail for detail in _details(ended) if detail.startswith(_NO_CHECKPOINT)]
     return (failed + told + ["no checkpoint"])[0]
 

@@ -106,7 +106,7 @@ class JobEnd:
             gap = notices.unrecorded(newest + 1, steps - 1)
             job.journal.happened(gap, job.clock())
             done = f"{done} {gap.message}"
-        on_disk = job.starts.steps_on_disk(job.attempt.facts.actions)
+        on_disk = job.on_disk()
         if lost := unsaved(ended, job.shelf, steps, job.attempt.resume.job, on_disk):
             # The weights are what the job was for.
             self.finish(JobState.FAILED, Cause.ERROR, f"{done} {lost}")

@@ -17,6 +17,7 @@ from orchestrator.recovery.detector_bank import bank_of
 from orchestrator.recovery.way_back import left_open
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
+from orchestrator.saved.restore import on_living_branch
 from orchestrator.supervision.attempt import world_size
 from orchestrator.supervision.attempt_state import AttemptState
 from orchestrator.supervision.journal import Journal
@@ -62,10 +63,17 @@ class JobInHand:
         done = self.attempt.facts.step + 1 >= self.spec.training.steps
         return trains and not done and not self.group.ended()
 
+    def on_disk(self) -> set[int]:
+        """Steps of the checkpoints that the job can be taken up from. What was committed is one of
+        them though the storage can't be looked at now."""
+        actions = self.attempt.facts.actions
+        found = self.starts.steps_on_disk(actions)
+        newest = self.shelf.committed_unseen()
+        return found | ({newest.step} if newest and on_living_branch(newest, actions) else set())
+
     def all_on_disk(self) -> bool:
         """Whether what was trained, if anything, can be taken up from a checkpoint."""
-        facts = self.attempt.facts
-        return max(self.starts.steps_on_disk(facts.actions), default=0) >= facts.step + 1
+        return max(self.on_disk(), default=0) >= self.attempt.facts.step + 1
 
     def decided(
         self,

@@ -92,6 +92,16 @@ def keepers_awaited(keepers: Sequence[str]) -> Notice:
     )
 
 
+def storage_awaited(why: str, most_s: float) -> Notice:
+    """What is found to start from may not be all: the storage doesn't say."""
+    return Notice(
+        "storage_awaited",
+        f"{why.rstrip('.')}. It may hold a better state to start from than any that is found, so "
+        f"the attempt waits for it for up to {most_s:.0f} s.",
+        {"seconds": most_s},
+    )
+
+
 def training(attempt: int, step: int) -> Notice:
     """An attempt's first step is done."""
     return Notice(

@@ -120,6 +120,8 @@ class ReportReader:
         context = attempt.context(record, decides=trains, ended=ended)
         job.journal.recorded(record, job.bank.state_dict() if due else None, context)
         self._followed(record, first, now)
+        # Where the storage was away as the attempt began: its next checkpoint has a place again.
+        job.shelf.reopen()
         if incidents:
             attempt.book.unhealthy(record.step)
             if job.phase is Phase.TRAINING:

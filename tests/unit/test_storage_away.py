@@ -1,0 +1,230 @@
+"""A storage that doesn't say what it holds: waited for, told, never taken for an empty one."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from launch.commands import CopyFailed
+from orchestrator.saved.checkpoint_shelf import STORAGE_S
+from orchestrator.supervision.phases import Phase
+from tests.unit.control_plane import ControlPlane
+from tests.unit.scripted_job import Bench, Make
+from tests.unit.storage_away import Storage
+from tests.unit.test_checkpoint_shelf import shelf_of, written
+from tests.unit.test_rescue import RestingJob
+
+ANSWERS = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EACCES, errno.ETIMEDOUT]
+
+
+@pytest.fixture(params=ANSWERS, ids=lambda number: errno.errorcode[number])
+def answer(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    return Storage(monkeypatch)
+
+
+def saved_at(job: Bench, step: int) -> None:
+    """Trained to ``step``, with a checkpoint of it."""
+    job.train(step)
+    job.ranks._write_checkpoint()
+    job.step()
+    assert job.settled().event("checkpoint_written").detail["step"] == step
+
+
+def restarted(job: Bench, passes: int = 3, seconds: float = 1.0) -> None:
+    """A rank dies, and the supervisor does what it does."""
+    job.ranks.lose(1)
+    for _ in range(passes):
+        job.step(seconds)
+
+
+class TestSupervisor:
+    def test_training_goes_on_though_a_copy_fails_while_it_is_away(
+        self, bench: Make, storage: Storage, answer: int
+    ) -> None:
+        job = bench()
+        saved_at(job, 12)
+        storage.number = answer
+        place = (job.ranks.attempt, job.ranks.timeline, 0, job.ranks.step)
+        job.supervision.deliver([CopyFailed(*place, "disk", "OSError: no")])
+        job.train(3)
+        assert job.supervision.phase is Phase.TRAINING and job.ranks.running
+        assert job.settled().event("copy_failed").detail["rank"] == 0
+
+    def test_an_attempt_starts_at_once_from_memory_that_no_checkpoint_outdoes(
+        self, bench: Make, storage: Storage, answer: int
+    ) -> None:
+        job = bench()
+        job.train(12)
+        storage.number = answer
+        restarted(job)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (10, "memory")
+
+    def test_it_is_waited_for_where_it_has_what_nobody_else_has(
+        self, bench: Make, storage: Storage, answer: int
+    ) -> None:
+        job = bench(recovery={"init_timeout_s": 30})
+        saved_at(job, 12)
+        job.ranks.held.clear()
+        storage.number = answer
+        restarted(job, passes=20, seconds=5.0)
+        assert len(job.ranks.attempts) == 1 and job.controller.attempt == 2
+        (told,) = [e for e in job.settled().events if e.kind == "storage_awaited"]
+        assert "checkpoints can't be looked at" in told.message
+        storage.number = 0
+        job.step(5.0)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (12, "disk")
+
+    def test_where_it_stays_away_the_job_is_paused_and_says_why(
+        self, bench: Make, storage: Storage, answer: int
+    ) -> None:
+        job = bench()
+        saved_at(job, 12)
+        job.ranks.held.clear()
+        storage.number = answer
+        restarted(job, passes=int(STORAGE_S / 10) + 3, seconds=10.0)
+        told = job.settled()
+        assert told.states[-1] == ("paused", "STATE_GONE") and len(job.ranks.attempts) == 1
+        assert "can't be looked at" in told.event("ended").message
+
+    def test_where_it_stays_away_an_older_copy_in_memory_is_taken_in_the_end(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench()
+        saved_at(job, 12)
+        storage.number = errno.EIO
+        restarted(job)
+        assert len(job.ranks.attempts) == 1, "memory has step 10 alone"
+        for _ in range(int(STORAGE_S / 10) + 1):
+            job.step(10.0)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (10, "memory")
+
+    def test_a_job_whose_last_checkpoint_was_written_is_done_though_it_is_away_then(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench(training={"steps": 12})
+        job.train(12)
+        job.ranks._write_checkpoint()
+        job.step()
+        storage.number = errno.EIO
+        job.ranks.finish("still there")
+        job.step()
+        assert job.controller.states[-1] == ("succeeded", "STEPS_DONE")
+
+    def test_an_attempt_that_began_without_it_writes_its_next_checkpoint(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench()
+        job.train(12)
+        storage.number = errno.EIO
+        restarted(job)
+        job.train(1)
+        storage.number = 0
+        job.train(3)
+        job.ranks._write_checkpoint()
+        job.step()
+        assert job.settled().event("checkpoint_written").detail["step"] == 14
+
+
+class TestShelf:
+    @pytest.mark.parametrize("name", ["manifest.json", "rank-00001.safetensors"])
+    def test_what_cannot_be_looked_at_is_not_taken_for_damaged(
+        self, bench: Make, storage: Storage, name: str
+    ) -> None:
+        folder = bench().controller.job_dir
+        shelf = shelf_of(folder, 7)
+        for rank in range(2):
+            report = written(folder, rank, 20, attempt=7)
+            shelf.add(report)
+        assert shelf.commit(report) == ""
+        storage.within, storage.number = f"step-00000020/{name}", errno.EIO
+        assert shelf.points() == [] and "Input/output error" in shelf.unseen
+        assert shelf.left_out() == []
+        storage.number = 0
+        assert [point.step for point in shelf.points()] == [20] and not shelf.unseen
+
+
+class TestRescue:
+    def test_it_is_waited_for_and_what_memory_holds_is_kept(
+        self, plane: ControlPlane, storage: Storage, answer: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+        job = RestingJob(plane)
+        job.hold(15)
+        tries, copies = [], plane.groups.copies
+        storage.number = answer
+
+        def back_at_the_fourth(of: str) -> object:
+            tries.append(of)
+            storage.number = answer if len(tries) < 4 else 0
+            return copies(of)
+
+        plane.groups.copies = back_at_the_fourth  # type: ignore[method-assign, assignment]
+        job.end()
+        assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_failed")
+
+    def test_where_it_stays_away_that_is_told_and_the_nodes_go_back(
+        self, plane: ControlPlane, storage: Storage, answer: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+        monkeypatch.setattr("orchestrator.nodes.rescue.STORAGE_S", 0.1)
+        job = RestingJob(plane)
+        job.hold(15)
+        storage.number = answer
+        job.end()
+        (told,) = plane.told(job.id, "checkpoint_failed")
+        assert "step 15" in told and job.id not in plane.groups.held
+
+    def test_one_old_checkpoint_that_never_says_what_it_is_does_not_keep_it_from_being_written(
+        self, plane: ControlPlane, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+        monkeypatch.setattr("orchestrator.nodes.rescue.STORAGE_S", 0.1)
+        job = RestingJob(plane)
+        job.write(10)
+        job.hold(15)
+        storage.within, storage.number = "step-00000010/manifest.json", errno.EIO
+        job.end()
+        storage.number = 0
+        assert job.on_disk() == [15, 10]
+
+    def test_the_newest_state_is_waited_for_before_an_older_one_is_written(
+        self, plane: ControlPlane, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
+        job = RestingJob(plane)
+        job.hold(10)
+        job.hold(15)
+        write, orders = plane.groups.write_copies, []
+
+        def refused_once(order: object) -> object:
+            orders.append(order)
+            if len(orders) == 1:
+                return dict.fromkeys(range(4), "OSError: [Errno 5] Input/output error")
+            return write(order)  # type: ignore[arg-type]
+
+        plane.groups.write_copies = refused_once  # type: ignore[method-assign, assignment]
+        job.end()
+        assert job.on_disk() == [15]
+
+    def test_an_error_that_nobody_foresaw_is_told(
+        self, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = RestingJob(plane)
+        job.hold(15)
+
+        def broken(order: object) -> None:
+            raise ValueError("no one")
+
+        monkeypatch.setattr(plane.groups, "write_copies", broken)
+        job.end()
+        (told,) = plane.told(job.id, "checkpoint_failed")
+        assert "no one" in told and job.id not in plane.groups.held
