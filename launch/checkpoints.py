@@ -176,13 +176,16 @@ def commit_checkpoint(
     timeline: int | None = None,
     num_to_keep: int = 3,
     run: Mapping[str, Any] | None = None,
+    living: Callable[[Checkpoint], bool] | None = None,
 ) -> Checkpoint:
     """Make the files that all ``ranks`` wrote for ``step`` a checkpoint, in one rename.
 
     ``timeline`` None takes the newest one of the attempt that is complete; ``run`` is what is to
     be known of the job without reading them. Deletes what is superseded: checkpoints beyond
-    ``num_to_keep``, later ones of a branch that was given up, and unfinished folders of older
-    steps (``bury`` gives their space back). Raises IncompleteCheckpointError, AttemptOverError or
+    ``num_to_keep``, of which those of a branch that was given up go first, later ones of such a
+    branch, and unfinished folders of older steps (``bury`` gives their space back). What can't be
+    looked at stays. ``living`` says which aren't given up; None: all but later ones of earlier
+    attempts and timelines. Raises IncompleteCheckpointError, AttemptOverError or
     OSError; then nothing has changed.
     What the files hold was verified as they were written.
     """
@@ -204,7 +207,7 @@ def commit_checkpoint(
         _refuse_if_over(root, attempt)
         raise
     sync_folder(root)
-    _delete_superseded(root, own, checkpoint, num_to_keep)
+    _delete_superseded(root, own, checkpoint, num_to_keep, living)
     return checkpoint
 
 
@@ -441,18 +444,34 @@ def _manifest_digest(told: Mapping[str, Any]) -> str:
     return digest_of(text)
 
 
-def _delete_superseded(root: Path, own: Path, newest: Checkpoint, num_to_keep: int) -> None:
+def _delete_superseded(
+    root: Path,
+    own: Path,
+    newest: Checkpoint,
+    num_to_keep: int,
+    living: Callable[[Checkpoint], bool] | None,
+) -> None:
     """What ``newest`` makes needless; nothing any more, should a later attempt have taken over."""
-    branch = (newest.attempt, newest.timeline)
-    kept: list[Checkpoint] = []
+    kept: list[tuple[int, Checkpoint]] = []
     going: list[Checkpoint] = []
     for checkpoint in list_checkpoints(root.parent):
-        given_up = (checkpoint.attempt, checkpoint.timeline) < branch
-        useless = given_up and checkpoint.step > newest.step
-        # One that is known to be damaged must not take the place of one that isn't.
-        useless = useless or bool(verify_checkpoint(checkpoint, contents=False))
-        (going if useless else kept).append(checkpoint)
-    for checkpoint in [*going, *kept[num_to_keep:]]:
+        try:
+            # One that is known to be damaged must not take the place of one that isn't.
+            damaged = bool(verify_checkpoint(checkpoint, contents=False))
+        except OSError as error:
+            _log_unseen(checkpoint.path, error)
+            continue
+        earlier = (checkpoint.attempt, checkpoint.timeline) < (newest.attempt, newest.timeline)
+        passed_over = earlier and checkpoint.step > newest.step
+        given_up = passed_over if living is None else not living(checkpoint)
+        if damaged or (given_up and passed_over):
+            going.append(checkpoint)
+        else:
+            # One that the attempt didn't start from may have been found damaged by a rank.
+            kept.append((2 * given_up + passed_over, checkpoint))
+    # The newest come first already.
+    kept.sort(key=lambda entry: entry[0])
+    for checkpoint in [*going, *(checkpoint for _, checkpoint in kept[num_to_keep:])]:
         if not _is_held(checkpoint.path):
             _retire(checkpoint.path, own)
     for folder in entries(own, "step-"):

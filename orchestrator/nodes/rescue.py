@@ -30,6 +30,7 @@ from launch.snapshots import SnapshotKey
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.utilization import RANK_PEAK
+from orchestrator.actions import Action
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.groups import DiskOrder, NodeGroups
@@ -181,7 +182,7 @@ class Rescue:
             order = DiskOrder(
                 Path(last.job_dir), last.attempt, last.timeline, seats, world, patience_s(nbytes)
             )
-            why = self._write(order, shelf, point.step)
+            why = self._write(order, shelf, point.step, last.actions)
             told.append(_told(point.step, why, self._clock()))
             if not why:
                 break
@@ -190,7 +191,9 @@ class Rescue:
                 return _Try(told, True, newest)
         return _Try(told, False, newest)
 
-    def _write(self, order: DiskOrder, shelf: CheckpointShelf, step: int) -> str:
+    def _write(
+        self, order: DiskOrder, shelf: CheckpointShelf, step: int, actions: Sequence[Action]
+    ) -> str:
         """Empty, or why there is no checkpoint of that step."""
         try:
             shelf.begin(order.attempt)
@@ -202,7 +205,7 @@ class Rescue:
         if failed:
             return _by_rank(failed)
         whole = SnapshotReport(order.attempt, order.timeline, 0, step, "disk", 0, "")
-        return shelf.commit(whole)
+        return shelf.commit(whole, actions)
 
 
 def worth_keeping(

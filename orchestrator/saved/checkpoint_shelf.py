@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ from launch.checkpoints import (
     verify_checkpoint,
 )
 from launch.commands import CopyFailed, RestorePoint, SnapshotReport
+from orchestrator.actions import Action
 from orchestrator.protocol import FencedError
+from orchestrator.saved.restore import on_living_branch
 
 STORAGE_S = 300.0
 """Seconds that a storage which fails, or can't be looked at, is waited for where work would be lost
@@ -129,8 +131,12 @@ class CheckpointShelf:
         self._written.clear()
         self._lost.clear()
 
-    def commit(self, report: SnapshotReport) -> str:
-        """Make the step a checkpoint; "" when it is one, else what went wrong."""
+    def commit(self, report: SnapshotReport, actions: Iterable[Action] = ()) -> str:
+        """Make the step a checkpoint; "" when it is one, else what went wrong.
+
+        ``actions`` of the job say which checkpoints aren't of use to it any more.
+        """
+        actions = tuple(actions)
         key = (report.attempt, report.timeline, report.step)
         self._written.pop(key, None)
         try:
@@ -142,6 +148,7 @@ class CheckpointShelf:
                 timeline=report.timeline,
                 num_to_keep=self._num_to_keep,
                 run=self._run,
+                living=lambda checkpoint: on_living_branch(checkpoint, actions),
             )
         except (IncompleteCheckpointError, AttemptOverError, OSError) as error:
             logger.warning("checkpoint of step %d: %s", report.step, error)

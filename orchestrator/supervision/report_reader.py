@@ -81,7 +81,7 @@ class ReportReader:
                 case SnapshotReport(tier="disk"):
                     job.saves.written(report, now)
                     if report.timeline == attempt.facts.timeline and job.shelf.add(report):
-                        failed = job.shelf.commit(report)
+                        failed = job.shelf.commit(report, attempt.facts.actions)
                         job.journal.happened(notices.checkpoint(report.step, failed), now)
                 case SnapshotReport():
                     if attempt.copies.add(report):

@@ -11,6 +11,7 @@ from launch.checkpoints import list_checkpoints, open_attempt, write_rank_file
 from launch.commands import CopyFailed, SnapshotReport
 from launch.digests import digest_of
 from launch.snapshots import SnapshotKey
+from orchestrator.actions import Action
 from orchestrator.protocol import FencedError
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from tests.unit.scripted_job import WORLD, Make
@@ -109,6 +110,18 @@ def test_a_storage_that_comes_back_without_the_attempts_folder_is_written_again(
     reports = [written(tmp_path, rank, 20) for rank in range(2)]
     assert [shelf.add(report) for report in reports] == [False, True]
     assert shelf.commit(reports[1]) == "" and [p.step for p in shelf.points()] == [20]
+
+
+def test_what_the_job_went_back_from_makes_room_first(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path)
+    for step in (100, 110, 113):
+        report = [written(tmp_path, rank, step) for rank in range(2)][-1]
+        assert shelf.commit(report) == ""
+    shelf.begin(2)
+    report = [written(tmp_path, rank, 120, attempt=2) for rank in range(2)][-1]
+    back = Action("rollback", attempt=1, timeline=0, step=112, time=9.0, reason="", to_step=110)
+    assert shelf.commit(report, [back]) == ""
+    assert [c.step for c in list_checkpoints(tmp_path)] == [120, 110]
 
 
 def test_who_comes_late_is_fenced(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 from pathlib import Path
@@ -22,6 +23,7 @@ from launch.checkpoints import (
 )
 from launch.digests import digest_of
 from launch.snapshots import DamagedSnapshotError, MissingSnapshotError, SnapshotKey
+from tests.unit.storage_away import Storage
 
 
 def payload(rank: int, step: int) -> bytes:
@@ -118,6 +120,49 @@ class TestCommit:
         assert steps(tmp_path) == [20, 10]
         found = newest_checkpoint(tmp_path)
         assert found is not None and found.timeline == 1
+
+    def test_one_of_a_branch_that_was_given_up_does_not_displace_one_that_serves(
+        self, tmp_path: Path
+    ) -> None:
+        for step in (100, 110, 113):
+            save(tmp_path, step)
+        write(tmp_path, 120, attempt=2, timeline=1)
+        living = {100, 110, 120}
+        commit_checkpoint(
+            tmp_path, 120, 2, range(2), num_to_keep=2, living=lambda c: c.step in living
+        )
+        assert steps(tmp_path) == [120, 110]
+
+    def test_one_that_was_given_up_stays_while_there_is_room(self, tmp_path: Path) -> None:
+        save(tmp_path, 113)
+        write(tmp_path, 120, attempt=2, timeline=1)
+        commit_checkpoint(tmp_path, 120, 2, range(2), num_to_keep=2, living=lambda c: c.step > 113)
+        assert steps(tmp_path) == [120, 113]
+
+    def test_a_later_one_that_an_attempt_did_not_start_from_stays_while_there_is_room(
+        self, tmp_path: Path
+    ) -> None:
+        for step in (10, 30):
+            save(tmp_path, step)
+        write(tmp_path, 20, attempt=2)
+        commit_checkpoint(tmp_path, 20, 2, range(2), num_to_keep=3, living=lambda c: True)
+        assert steps(tmp_path) == [30, 20, 10]
+        write(tmp_path, 25, attempt=2)
+        commit_checkpoint(tmp_path, 25, 2, range(2), num_to_keep=3, living=lambda c: True)
+        assert steps(tmp_path) == [25, 20, 10]
+
+    @pytest.mark.parametrize("name", ["manifest.json", "rank-00001.safetensors"])
+    def test_what_cannot_be_looked_at_is_not_deleted_nor_does_it_displace_another(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        for step in (90, 100, 110):
+            save(tmp_path, step)
+        write(tmp_path, 120)
+        storage = Storage(monkeypatch, f"step-00000110/{name}")
+        storage.number = errno.ETIMEDOUT
+        commit_checkpoint(tmp_path, 120, 1, range(2), num_to_keep=2)
+        storage.number = 0
+        assert steps(tmp_path) == [120, 110, 100]
 
     def test_unfinished_folders_of_older_attempts_and_steps_go_and_later_steps_stay(
         self, tmp_path: Path
