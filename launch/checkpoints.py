@@ -197,17 +197,18 @@ def commit_checkpoint(
     try:
         write_durably(folder / MANIFEST, json.dumps(_to_json(checkpoint), indent=1).encode())
         sync_folder(folder)
-        if final.exists():
-            # The same step of an older branch. A crash between the two renames leaves the
-            # older checkpoints to restart from.
-            final.rename(own / _grave(final))
-        folder.rename(final)
-        sync_folder(own)
+        _put_in_place(folder, final, own)
     except FileNotFoundError:
         _refuse_if_over(root, attempt)
         raise
-    sync_folder(root)
-    _delete_superseded(root, own, checkpoint, num_to_keep, living)
+    # It is a checkpoint from here on, whatever else fails.
+    try:
+        sync_folder(own)
+        sync_folder(root)
+        # Not before: a crash must not find the older ones gone, and this one not there yet.
+        _delete_superseded(root, own, checkpoint, num_to_keep, living)
+    except OSError as error:
+        logger.warning("checkpoint %s stands; older ones stay for now: %s", final, error)
     return checkpoint
 
 
@@ -442,6 +443,23 @@ def _manifest_digest(told: Mapping[str, Any]) -> str:
     """Of all of a manifest but this."""
     text = json.dumps(told, sort_keys=True).encode()
     return digest_of(text)
+
+
+def _put_in_place(folder: Path, final: Path, own: Path) -> None:
+    """Give a complete checkpoint its name; on an OSError all is as it was."""
+    grave = None
+    if final.exists():
+        # The same step of an older branch. A crash between the two renames leaves the older
+        # checkpoints to restart from.
+        grave = own / _grave(final)
+        final.rename(grave)
+    try:
+        folder.rename(final)
+    except OSError:
+        if grave is not None:
+            with suppress(OSError):  # a later attempt has taken over, or nothing helps
+                grave.rename(final)
+        raise
 
 
 def _delete_superseded(

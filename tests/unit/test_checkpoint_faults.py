@@ -200,7 +200,7 @@ class TestFullDisk:
         save(tmp_path, 30)
         assert held(tmp_path) == [(30, 1), (10, 1)]
 
-    @pytest.mark.parametrize("first", range(1, 4))
+    @pytest.mark.parametrize("first", range(1, 3))
     def test_a_commit_that_fails_can_be_given_up_with_all_its_space(
         self,
         tmp_path: Path,
@@ -215,12 +215,61 @@ class TestFullDisk:
         with pytest.raises(OSError, match="No space"):
             commit_checkpoint(tmp_path, 20, 1, RANKS)
         monkeypatch.undo()
-        if (20, 1) not in held(tmp_path):
-            discard_step(tmp_path, 20, 1, 0)
-            bury(tmp_path, 1)
-            assert bytes_used(tmp_path) == before
+        discard_step(tmp_path, 20, 1, 0)
+        bury(tmp_path, 1)
+        assert bytes_used(tmp_path) == before
         save(tmp_path, 30)
         assert held(tmp_path)[0] == (30, 1)
+
+    @pytest.mark.parametrize("first", range(3, 5))
+    def test_one_that_has_its_name_is_made_whatever_fails_then_and_the_older_ones_stay(
+        self, tmp_path: Path, full: Callable[[str, int], None], first: int
+    ) -> None:
+        save(tmp_path, 10)
+        write(tmp_path, 20)
+        full("fsync", first)
+        assert commit_checkpoint(tmp_path, 20, 1, RANKS, num_to_keep=1).step == 20
+        assert held(tmp_path) == [(20, 1), (10, 1)]
+
+    def test_a_look_at_the_older_ones_that_fails_does_not_unmake_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path, 10)
+        write(tmp_path, 20)
+        superseded = checkpoints._delete_superseded
+        own = checkpoints.entries
+
+        def away(folder: Path, prefix: str) -> list[Path]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+        def looks(*args: Any) -> None:
+            monkeypatch.setattr(checkpoints, "entries", away)
+            superseded(*args)
+
+        monkeypatch.setattr(checkpoints, "_delete_superseded", looks)
+        assert commit_checkpoint(tmp_path, 20, 1, RANKS, num_to_keep=1).step == 20
+        monkeypatch.setattr(checkpoints, "entries", own)
+        assert held(tmp_path) == [(20, 1), (10, 1)]
+
+    def test_one_that_cannot_take_the_place_of_its_older_self_leaves_that(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path, 20)
+        open_attempt(tmp_path, 2)
+        write(tmp_path, 20, attempt=2)
+        own = Path.rename
+
+        def fails_once(path: Path, target: Path) -> Path:
+            if path.name == "step-00000020-timeline-0":
+                monkeypatch.setattr(Path, "rename", own)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return own(path, target)
+
+        monkeypatch.setattr(Path, "rename", fails_once)
+        with pytest.raises(OSError, match="Input/output"):
+            commit_checkpoint(tmp_path, 20, 2, RANKS)
+        bury(tmp_path, 2)
+        assert held(tmp_path) == [(20, 1)]
 
     def test_a_state_that_changed_on_its_way_is_not_written(self, tmp_path: Path) -> None:
         open_attempt(tmp_path, 1)
