@@ -8,7 +8,6 @@ looked at is never taken for what isn't there. No pass waits for files to be del
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from launch.checkpoints import (
     Checkpoint,
     IncompleteCheckpointError,
     attempt_is_open,
-    bury,
     checkpoint_folder,
     commit_checkpoint,
     discard_step,
@@ -32,6 +30,8 @@ from launch.commands import CopyFailed, RestorePoint, SnapshotReport
 from orchestrator.actions import Action
 from orchestrator.protocol import FencedError
 from orchestrator.saved.restore import on_living_branch
+from orchestrator.saved.undertaker import Undertaker
+from orchestrator.saved.write_book import WriteBook, Writing, WrittenStep, written_step
 
 STORAGE_S = 300.0
 """Seconds that a storage which fails, or can't be looked at, is waited for where work would be lost
@@ -58,8 +58,9 @@ class CheckpointShelf:
         self._held: tuple[str, str] | None = None
         self._attempt = 0
         self._open = False
-        self._written: dict[tuple[int, int, int], set[int]] = {}
-        self._lost: set[tuple[int, int, int]] = set()
+        self._book = WriteBook()
+        self._undertaker = Undertaker(self._job_dir)
+        self._rolled_back: list[int] = []
         self._newest: RestorePoint | None = None
         self._damaged: dict[Path, str] = {}
         self._news: list[tuple[Path, str]] = []
@@ -104,32 +105,63 @@ class CheckpointShelf:
         hold(path, job)
         self._held = (path, job)
 
-    def add(self, report: SnapshotReport) -> bool:
-        """Note a rank's file; True when it was the last one and the step can be committed."""
-        key = (report.attempt, report.timeline, report.step)
-        if key in self._lost:
-            self._give_back(key)
+    def add(self, report: SnapshotReport, actions: Iterable[Action] = ()) -> bool:
+        """Note a rank's file; True when it was the last one and the step can be committed.
+
+        ``actions`` of the job say whether it has gone back from that step.
+        """
+        writing = self._book.open(written_step(report))
+        if writing is None:
             return False
-        self._written.setdefault(key, set()).add(report.rank)
-        return len(self._written[key]) == self._world_size
+        if not writing.lost and not on_living_branch(report, actions):
+            writing.lost = True
+            self._rolled_back.append(report.step)
+        return self._said(report, writing)
 
     def lose(self, report: CopyFailed) -> None:
         """A rank has no file of a step, so that the others' are of no use. Raises FencedError."""
-        if report.tier in ("ring", "disk"):
+        if report.tier not in ("ring", "disk"):
+            return
+        writing = self._book.open(written_step(report))
+        if writing is None:
+            return
+        if not writing.lost:
+            writing.lost = True
+            # Once a step, for thousands of ranks may say the same of it.
             self._try_to_open()
-            key = (report.attempt, report.timeline, report.step)
-            self._lost.add(key)
-            self._written.pop(key, None)
-            self._give_back(key)
+        self._said(report, writing)
+
+    def _said(self, report: SnapshotReport | CopyFailed, writing: Writing) -> bool:
+        """Whether all ranks have a file of that step. What is lost is given back once none of them
+        writes to it any more: it isn't taken away under those that do."""
+        writing.said.add(report.rank)
+        if len(writing.said) < self._world_size:
+            return False
+        if writing.lost:
+            self._give_back(written_step(report))
+        return not writing.lost
 
     def waiting(self) -> bool:
         """Whether some ranks have written a step that others have not."""
-        return bool(self._written)
+        return bool(self._book.awaited())
+
+    def go_back(self, actions: Iterable[Action]) -> None:
+        """The newest of ``actions`` went back: what is being written of later steps is lost, of
+        earlier ones it may become a checkpoint all the same."""
+        actions = tuple(actions)
+        for step, writing in self._book.awaited().items():
+            if not on_living_branch(step, actions):
+                writing.lost = True
+                self._rolled_back.append(step.step)
+
+    def rolled_back(self) -> list[int]:
+        """Steps that were being written, and are lost to a way back, since this was last asked."""
+        told, self._rolled_back = self._rolled_back, []
+        return told
 
     def forget(self) -> None:
-        """Files of a branch that was given up are never completed."""
-        self._written.clear()
-        self._lost.clear()
+        """Files of an attempt that is over are never completed."""
+        self._book.clear()
 
     def commit(self, report: SnapshotReport, actions: Iterable[Action] = ()) -> str:
         """Make the step a checkpoint; "" when it is one, else what went wrong.
@@ -137,8 +169,7 @@ class CheckpointShelf:
         ``actions`` of the job say which checkpoints aren't of use to it any more.
         """
         actions = tuple(actions)
-        key = (report.attempt, report.timeline, report.step)
-        self._written.pop(key, None)
+        step = written_step(report)
         try:
             commit_checkpoint(
                 self._job_dir,
@@ -153,8 +184,9 @@ class CheckpointShelf:
         except (IncompleteCheckpointError, AttemptOverError, OSError) as error:
             logger.warning("checkpoint of step %d: %s", report.step, error)
             self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
-            self._give_back(key)
+            self._give_back(step)
             return str(error)
+        self._book.close(step)
         path = str(checkpoint_folder(self._job_dir, report.step))
         self._newest = RestorePoint(report.step, "disk", report.attempt, report.timeline, path)
         if self._held is not None:
@@ -226,13 +258,10 @@ class CheckpointShelf:
             self._open, self.unopened = True, ""
             self._bury()
 
-    def _give_back(self, key: tuple[int, int, int]) -> None:
-        attempt, timeline, step = key
-        discard_step(self._job_dir, step, attempt, timeline)
+    def _give_back(self, step: WrittenStep) -> None:
+        self._book.close(step)
+        discard_step(self._job_dir, step.step, step.attempt, step.timeline)
         self._bury()
 
     def _bury(self) -> None:
-        """Deleting may take long: a thread does it."""
-        threading.Thread(
-            target=bury, args=(self._job_dir, self._attempt), name="undertaker", daemon=True
-        ).start()
+        self._undertaker.call(self._attempt)

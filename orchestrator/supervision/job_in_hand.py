@@ -18,6 +18,7 @@ from orchestrator.recovery.way_back import left_open
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from orchestrator.saved.restore import on_living_branch
+from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import world_size
 from orchestrator.supervision.attempt_state import AttemptState
 from orchestrator.supervision.journal import Journal
@@ -94,8 +95,15 @@ class JobInHand:
         """Every rank to its own snapshot of ``action.to_step``, as a new timeline; returns the
         command's number."""
         order = self.attempt.go_back(action, self.clock())
-        self.shelf.forget()
+        self.shelf.go_back(self.attempt.facts.actions)
+        self.tell_rolled_back(self.clock())
         self.bank.rewind(order.to_step, timeline=order.timeline)
         number = self.post(order)
         self.attempt.under_way = (number, action)
         return number
+
+    def tell_rolled_back(self, now: float) -> None:
+        """Checkpoints that were being written of a branch that is given up."""
+        for step in self.shelf.rolled_back():
+            lost = "the job went back to before it while it was being written"
+            self.journal.happened(notices.checkpoint(step, lost), now)

@@ -80,9 +80,10 @@ class ReportReader:
                     attempt.book.add(report, attempt.facts.timeline)
                 case SnapshotReport(tier="disk"):
                     job.saves.written(report, now)
-                    if report.timeline == attempt.facts.timeline and job.shelf.add(report):
+                    if job.shelf.add(report, attempt.facts.actions):
                         failed = job.shelf.commit(report, attempt.facts.actions)
                         job.journal.happened(notices.checkpoint(report.step, failed), now)
+                    job.tell_rolled_back(now)
                 case SnapshotReport():
                     if attempt.copies.add(report):
                         job.group.settle(attempt.replicas)

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from launch import checkpoint_files
 from launch.checkpoints import list_checkpoints, open_attempt, write_rank_file
-from launch.commands import CopyFailed, SnapshotReport
+from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.digests import digest_of
 from launch.snapshots import SnapshotKey
 from orchestrator.actions import Action
 from orchestrator.protocol import FencedError
+from orchestrator.saved import checkpoint_shelf, undertaker
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
-from tests.unit.scripted_job import WORLD, Make
+from tests.unit.scripted_job import WORLD, Make, Script
 
 STATE = b"state" * 1000
 
@@ -112,6 +114,112 @@ def test_a_storage_that_comes_back_without_the_attempts_folder_is_written_again(
     assert shelf.commit(reports[1]) == "" and [p.step for p in shelf.points()] == [20]
 
 
+def test_nothing_is_taken_away_under_ranks_that_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = shelf_of(tmp_path)
+    read_back = checkpoint_files._read_back
+
+    def meanwhile(path: Path, digests: list[bytes]) -> None:
+        monkeypatch.setattr(checkpoint_files, "_read_back", read_back)
+        shelf.lose(failed(0, 10))
+        read_back(path, digests)
+
+    monkeypatch.setattr(checkpoint_files, "_read_back", meanwhile)
+    report = written(tmp_path, 1, 10)
+    assert states_on_disk(tmp_path) == 1
+    assert not shelf.add(report) and not shelf.waiting()
+    assert states_on_disk(tmp_path) == 0
+
+
+def test_ranks_that_all_fail_cost_one_look_and_one_undertaker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = CheckpointShelf(tmp_path, 2, 500)
+    shelf.begin(1)
+    states_on_disk(tmp_path)
+    looks, discards, graves = [], [], []
+    dug = threading.Event()
+    is_open, discard = checkpoint_shelf.attempt_is_open, checkpoint_shelf.discard_step
+    monkeypatch.setattr(
+        checkpoint_shelf, "attempt_is_open", lambda *of: looks.append(of) or is_open(*of)
+    )
+    monkeypatch.setattr(
+        checkpoint_shelf, "discard_step", lambda *of: discards.append(of) or discard(*of)
+    )
+    monkeypatch.setattr(undertaker, "bury", lambda *of: graves.append(of) or dug.wait(10))
+    for step in (10, 20):
+        for rank in range(500):
+            shelf.lose(failed(rank, step))
+            shelf.lose(failed(rank, step))
+    assert len(looks) == len(discards) == 2
+    assert sum(thread.name == "undertaker" for thread in threading.enumerate()) == 1
+    dug.set()
+    states_on_disk(tmp_path)
+    assert 1 <= len(graves) <= 2
+
+
+def test_an_undertaker_that_cannot_be_begun_is_no_error_and_the_next_one_digs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = shelf_of(tmp_path)
+    states_on_disk(tmp_path)
+    start = threading.Thread.start
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def both_fail(step: int) -> None:
+        written(tmp_path, 0, step)
+        for rank in range(2):
+            shelf.lose(failed(rank, step))
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    both_fail(10)
+    assert states_on_disk(tmp_path) == 1
+    monkeypatch.setattr(threading.Thread, "start", start)
+    both_fail(20)
+    assert states_on_disk(tmp_path) == 0
+
+
+def test_reports_that_come_again_are_of_no_step_that_is_over(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path)
+    reports = [written(tmp_path, rank, 10) for rank in range(2)]
+    assert not shelf.add(reports[0]) and not shelf.add(reports[0]), "one rank, told twice"
+    assert shelf.add(reports[1]) and shelf.commit(reports[1]) == ""
+    assert [shelf.add(report) for report in reports] == [False, False]
+    shelf.lose(failed(0, 10))
+    assert not shelf.waiting() and shelf.failed is None
+    assert [point.step for point in shelf.points()] == [10]
+
+
+def test_the_job_goes_back_to_after_a_step_that_is_being_written_and_it_is_kept(
+    tmp_path: Path,
+) -> None:
+    shelf = shelf_of(tmp_path)
+    reports = {(rank, step): written(tmp_path, rank, step) for step in (30, 40) for rank in (0, 1)}
+    for step in (30, 40):
+        assert not shelf.add(reports[0, step])
+    back = Action("rollback", attempt=1, timeline=0, step=42, time=9.0, reason="", to_step=30)
+    shelf.go_back([back])
+    assert shelf.rolled_back() == [40] and shelf.rolled_back() == []
+    assert shelf.waiting() and shelf.add(reports[1, 30], [back])
+    assert shelf.commit(reports[1, 30], [back]) == ""
+    assert not shelf.add(reports[1, 40], [back]) and not shelf.waiting()
+    assert shelf.rolled_back() == [], "told already"
+    assert [point.step for point in shelf.points()] == [30] and states_on_disk(tmp_path) == 2
+
+
+def test_what_was_written_of_a_branch_that_is_given_up_is_told_though_it_comes_late(
+    tmp_path: Path,
+) -> None:
+    shelf = shelf_of(tmp_path)
+    back = Action("rollback", attempt=1, timeline=0, step=42, time=9.0, reason="", to_step=30)
+    for rank in range(2):
+        assert not shelf.add(written(tmp_path, rank, 40), [back])
+    assert shelf.rolled_back() == [40] and states_on_disk(tmp_path) == 0
+
+
 def test_what_the_job_went_back_from_makes_room_first(tmp_path: Path) -> None:
     shelf = shelf_of(tmp_path)
     for step in (100, 110, 113):
@@ -191,3 +299,34 @@ def test_what_attempts_before_left_is_given_back_before_the_nodes_are_looked_at(
         job.step()
     assert job.controller.attempt == 2 and len(job.ranks.attempts) == 1, "its workers start"
     assert states_on_disk(folder) == 0
+
+
+class TestRolledBack:
+    @pytest.mark.parametrize("step", [30, 40])
+    def test_a_checkpoint_under_way_survives_a_way_back_to_after_it_and_is_told_else(
+        self, bench: Make, step: int
+    ) -> None:
+        """The ranks go back from 42 to 35; one of two has written ``step`` by then."""
+        job = bench(Script(spike=lambda _, batch: batch == 42))
+        job.train(step)
+        late: list[Report] = []
+        deliver, job.ranks.deliver = job.ranks.deliver, late.extend
+        job.ranks._write_checkpoint()
+        job.ranks.deliver = deliver
+        job.supervision.deliver(late[:1])
+        job.train(43 - step)
+        (back,) = job.settled().actions
+        assert back.in_place and back.to_step == 35
+        job.train(2)
+        job.supervision.deliver(late[1:])
+        job.train(1)
+        folder = job.controller.job_dir
+        told = [e for e in job.settled().events if e.kind.startswith("checkpoint")]
+        (event,) = told
+        assert event.detail["step"] == step
+        if step == 30:
+            assert event.kind == "checkpoint_written"
+            assert [c.step for c in list_checkpoints(folder)] == [30]
+        else:
+            assert event.kind == "checkpoint_failed" and "went back" in event.message
+            assert list_checkpoints(folder) == [] and states_on_disk(folder) == 0
