@@ -174,6 +174,8 @@ class SnapshotReport:
     nbytes: int
     digest: str
     path: str = ""
+    partner: int = 0
+    """Which of the rank's partners holds it, for tier partner."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ class Partners:
             return any(now < until for until in self._under_way.values())
 
     def offer(
-        self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str], None]
+        self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str, int], None]
     ) -> None:
         """Send a copy to each partner that has answered the call before; told once why, where not.
 
@@ -266,7 +266,7 @@ class Partners:
                     if not (rests or stuck):
                         self._under_way[number] = now + patience_s(nbytes)
                 if news:
-                    told("the partner's keeper hasn't answered the call before this one")
+                    told("the partner's keeper hasn't answered the call before this one", number)
                 elif not (rests or stuck):
                     self._send(number, partner, key, payload, digest, told)
         finally:
@@ -279,7 +279,7 @@ class Partners:
         key: SnapshotKey,
         payload: Payload,
         digest: str,
-        told: Callable[[str], None],
+        told: Callable[[str, int], None],
     ) -> None:
         def settled(future: Future[Any]) -> None:
             over(future.exception())
@@ -291,7 +291,7 @@ class Partners:
                 if error is not None:
                     rest = GONE_REST_S if _died(error) else REST_S
                     self._rests[number] = self._clock() + rest
-            told("" if error is None else _in_words(error))
+            told("" if error is None else _in_words(error), number)
 
         try:
             future = partner.send(key, payload, digest)

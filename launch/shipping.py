@@ -163,12 +163,12 @@ class Shipper:
         digest, nbytes = slot.digest, slot.block.numel()
         assert self._partners is not None and digest is not None
 
-        def told(error: str) -> None:
+        def told(error: str, partner: int) -> None:
             place = (key.attempt, key.timeline, key.rank, key.step)
             self._send(
                 CopyFailed(*place, "partner", error)
                 if error
-                else SnapshotReport(*place, "partner", nbytes, digest)
+                else SnapshotReport(*place, "partner", nbytes, digest, partner=partner)
             )
 
         self._partners.offer(key, slot.block.numpy(), digest, told)

@@ -96,9 +96,10 @@ class PartnerCopies(Protocol):
         """Whether a copy is still on its way: another would only queue up."""
 
     def offer(
-        self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str], None]
+        self, key: SnapshotKey, payload: Payload, digest: str, told: Callable[[str, int], None]
     ) -> None:
-        """Send a copy on its way; ``told`` is called once it is held, or with why it isn't.
+        """Send a copy on its way; ``told`` is called once it is held, or with why it isn't, and
+        with the number of the partner.
 
         Never waits for another node, never raises.
         """

@@ -66,7 +66,7 @@ class Slow:
 class TestCopiesUnderWay:
     def offered(self, copies: Partners, step: int) -> list[str]:
         told: list[str] = []
-        copies.offer(key(0, step), b"state", digest_of(b"state"), told.append)
+        copies.offer(key(0, step), b"state", digest_of(b"state"), lambda why, _: told.append(why))
         return told
 
     def test_a_copy_is_told_once_it_is_held_and_not_before(self) -> None:
@@ -125,7 +125,9 @@ class Cluster:
         for rank, keeper in enumerate(self.keepers):
             keeper.put(key(rank, step), b"state", digest, replicated=replicated)
             if replicated:
-                self.copies[rank].offer(key(rank, step), b"state", digest, lambda error: None)
+                self.copies[rank].offer(
+                    key(rank, step), b"state", digest, lambda error, partner: None
+                )
         if replicated:
             self.sent = step
 
