@@ -8,6 +8,7 @@ written is one state; a copy that can't be made is reported and never ends the t
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Shipper:
         self._writer = CheckpointWriter(job_dir)
         self._send = send
         self._disk_errors: dict[int, str] = {}
+        self._handing_over = threading.Lock()
         self._queue = PoliteQueue[_Shipment]("shipper", self._ship)
 
     @property
@@ -87,10 +89,12 @@ class Shipper:
 
     def drop_after(self, step: int) -> None:
         """Give up what is queued of later steps: they were rolled back."""
-        for shipment in self._queue.pending():
-            if shipment.key.step > step:
-                shipment.dropped = True
-        for told in self._writer.drop_after(step):
+        with self._handing_over:
+            for shipment in self._queue.pending():
+                if shipment.key.step > step:
+                    shipment.dropped = True
+            given_up = self._writer.drop_after(step)
+        for told in given_up:
             told(RuntimeError("it was rolled back before it was written"))
 
     def wait(self, timeout_s: float) -> bool:
@@ -130,7 +134,10 @@ class Shipper:
             else:
                 self._report(shipment, tier)
             if tier == "ring" and shipment.to_disk:
-                self._to_disk(shipment)
+                # What is rolled back is either not with the writer, or there to be taken back.
+                with self._handing_over:
+                    if not shipment.dropped:
+                        self._to_disk(shipment)
         if shipment.replicated and not shipment.dropped:
             self._to_partners(shipment)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from launch import shipping
 from launch.checkpoint_writer import is_due
 from launch.checkpoints import commit_checkpoint, open_attempt
 from launch.commands import CopyFailed, Report, SnapshotReport
@@ -130,6 +131,28 @@ def test_a_snapshot_that_was_rolled_back_is_not_shipped(rigs: list[Rig], tmp_pat
     told = [(r.timeline, r.step) for r in rig.told if isinstance(r, SnapshotReport)]
     assert told == [(0, 10), (0, 10), (1, 20), (1, 20)]
     assert gate.put_steps == [10, 20]
+
+
+def test_nor_is_one_written_that_was_rolled_back_while_it_was_sealed(
+    rigs: list[Rig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealing, on = threading.Event(), threading.Event()
+    digest_of = shipping.digest_of
+
+    def slow(payload: Payload) -> str:
+        sealing.set()
+        assert on.wait(10)
+        return digest_of(payload)
+
+    monkeypatch.setattr(shipping, "digest_of", slow)
+    open_attempt(tmp_path, 1)
+    rig = rig_of(rigs, None, tmp_path)
+    rig.snapshot(20, to_disk=True)
+    assert sealing.wait(10)
+    rig.shipper.drop_after(10)
+    on.set()
+    assert ("disk", 20) not in rig.done() and rig.failed() == []
+    assert not rig.shipper.writing and not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_keeper_that_fails_is_told_and_left_alone_for_a_while(
