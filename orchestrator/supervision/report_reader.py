@@ -101,7 +101,8 @@ class ReportReader:
                 case CopyRefused():
                     job.starts.passed_over(report)
                     job.journal.happened(notices.copy_passed_over(report), now)
-                case RestoredOlder():
+                case RestoredOlder(point=point) if point != attempt.restore:
+                    # Told again, steps later, it would have the detectors forget those.
                     self._starter.restored_older(report, now)
                 case BackendReport(choice=choice):
                     job.journal.chosen(choice, now)

@@ -352,6 +352,11 @@ class TestDamagedCopies:
         job.train(20)
         assert job.settled().kinds() == ["restart"], "the one that the lost rank cost"
         assert "starts at step 15" in job.controller.event("restored_older").message
+        detectors = job.supervision._job.bank.state_dict()
+        job.supervision.deliver([RestoredOlder(2, 0, 0, older.step, older)])
+        job.step()
+        assert job.supervision._job.bank.state_dict() == detectors, "told again, it is no news"
+        assert [e.kind for e in job.settled().events].count("restored_older") == 1
         again = [s["step"] for s in job.controller.steps if s["attempt"] == 2]
         assert again[0] == 15 and job.controller.event("recovered").detail["steps_lost"] == 8
         job.ranks.lose(0)
