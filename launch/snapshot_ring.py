@@ -131,11 +131,12 @@ class SnapshotRing:
         """A free slot nobody reads, else the oldest held one of which that is true.
 
         A disk that takes longer than the ring goes round costs one snapshot in memory, and no
-        wait, as long as enough are left to go back to; else whichever is read the least.
+        wait, as long as ``keep`` - 1 are left, which is what ranks are sent back to
+        (``orchestrator.saved.snapshot_book``); else whichever is read the least.
         """
         free = [slot for slot in self._slots if slot.key is None]
         held = self._held()
         unread = [slot for slot in (*free, *held) if not slot.leases]
-        if unread and (unread[0].key is None or len(held) > max(2, self._keep - 1)):
+        if unread and (unread[0].key is None or len(held) >= self._keep):
             return unread[0]
         return min(free, key=lambda slot: slot.leases) if free else held[0]

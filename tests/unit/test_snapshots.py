@@ -207,6 +207,26 @@ class TestRing:
         assert done.is_set()
         assert finished or ring.steps() == [7, 8]
 
+    @pytest.mark.parametrize("keep", [2, 3, 4])
+    def test_a_disk_that_hangs_never_makes_training_wait(self, keep: int) -> None:
+        ring, live = self.ring(keep)
+        live["weights"].fill_(7)
+        on_disk = ring.take(key(0), {})
+        ring.lease(on_disk)
+        done = threading.Event()
+
+        def train() -> None:
+            for step in range(1, 20):
+                ring.take(key(step), {})
+                # All that the supervisor may send the ranks back to.
+                assert len(ring.steps()) >= min(keep, step + 1)
+            done.set()
+
+        threading.Thread(target=train, daemon=True).start()
+        assert done.wait(30)
+        assert on_disk.views["weights"].eq(7).all()
+        assert ring.steps() == list(range(20 - keep, 20))
+
     def test_a_slot_dropped_by_a_rollback_is_not_overwritten_while_read(self) -> None:
         ring, live = self.ring(keep=2)
         ring.take(key(0), {})
