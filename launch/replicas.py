@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from launch.keeper import most_held
 
+LEAST_KEPT = 2
+"""Snapshots without which a rank has none to go back to while it makes one."""
+
 
 def partners(place: int, nodes: int, replicas: int) -> tuple[int, ...]:
     """Which nodes hold copies of node ``place``'s snapshots; fewer where there are no others."""
@@ -40,13 +43,38 @@ def memory_needed(states: Sequence[RankState], node: int, keep: int, replicas: i
     A rank's own: ``keep`` + 1 in its ring, what a keeper holds of a rank, and one in the object
     store while it is on its way. A copy for another node: what a keeper holds, and one on its way.
     """
-    nodes = sorted({state.node for state in states})
-    of_node = {n: sum(s.nbytes for s in states if s.node == n) for n in nodes}
+    of_node = _by_node(states)
+    nodes = list(of_node)
     place = nodes.index(node)
     copied = [other for i, other in enumerate(nodes) if place in partners(i, len(nodes), replicas)]
     held = most_held(keep) if replicas and len(nodes) > 1 else keep
     own = of_node[node] * (keep + 1 + held + 1)
     return own + sum(of_node[other] * (held + 1) for other in copied)
+
+
+def _by_node(states: Sequence[RankState]) -> dict[int, int]:
+    """Bytes of one snapshot of all of a node's ranks; nodes in order."""
+    found = dict.fromkeys(sorted({state.node for state in states}), 0)
+    for state in states:
+        found[state.node] += state.nbytes
+    return found
+
+
+def most_in_rings(states: Sequence[RankState], keep: int, replicas: int) -> int:
+    """Snapshots that ranks can hold in their own memory, ``keep`` at most, where keepers hold as
+    many as ever. Raises SnapshotMemoryError where a node has no memory for ``LEAST_KEPT``.
+
+    The same on every rank, for all are given the same ``states``, in order of ranks.
+    """
+    most = keep
+    for node, nbytes in _by_node(states).items():
+        room = min(state.room for state in states if state.node == node)
+        over = memory_needed(states, node, keep, replicas) - room
+        if over > 0 and nbytes:
+            most = min(most, keep - -(-over // nbytes))
+    if most < LEAST_KEPT:
+        refuse_too_large(states, keep, replicas)
+    return most
 
 
 def refuse_too_large(states: Sequence[RankState], keep: int, replicas: int) -> None:
@@ -60,11 +88,11 @@ def refuse_too_large(states: Sequence[RankState], keep: int, replicas: int) -> N
         needed = memory_needed(states, node, keep, replicas)
         if needed <= room:
             continue
-        choices = [(keep - 1, replicas), (2, replicas), (keep, 0), (2, 0)]
+        choices = [(keep - 1, replicas), (LEAST_KEPT, replicas), (keep, 0), (LEAST_KEPT, 0)]
         remedies = {
             _keys(keep, replicas, choice): memory_needed(states, node, *choice)
             for choice in choices
-            if choice[0] >= 2
+            if choice[0] >= LEAST_KEPT
         }
         fitting = [
             (words, size) for words, size in remedies.items() if size <= min(room, needed - 1)

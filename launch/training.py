@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.allocator import give_back_freed_memory
 from launch.checkpoint_writer import is_due
 from launch.commands import (
     Assignment,
@@ -30,6 +31,7 @@ from launch.commands import (
     DrillReport,
     ExchangeReport,
     RankResult,
+    RestorePoint,
     Rollback,
     RollbackReport,
     SetExchange,
@@ -41,11 +43,11 @@ from launch.drills import Drills, check_target
 from launch.engine import engine_of
 from launch.mailbox import Mailbox
 from launch.node_memory import free_bytes
-from launch.process_group import agree, gather, join, require_same
+from launch.process_group import agree, gather, join, meet, require_same
 from launch.random_state import RandomState
-from launch.replicas import RankState, refuse_too_large
+from launch.replicas import RankState, most_in_rings, refuse_too_large
 from launch.reporter import Outbox, Reporter
-from launch.restoring import Found, Restorer
+from launch.restoring import Restorer
 from launch.schedule import lr_at
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
@@ -171,8 +173,8 @@ class TrainingLoop:
         self._engine.set_precision(assignment.precision)
         self._decide_exchange(started_from)
         meta_bytes = len(str(self._meta()))
-        self._check_room(StateLayout(self._tensors, meta_bytes).nbytes)
-        self._ring = SnapshotRing(run.snapshots.keep, self._tensors, meta_bytes)
+        nbytes = StateLayout(self._tensors, meta_bytes).nbytes
+        self._ring = SnapshotRing(self._room(nbytes, started_from), self._tensors, meta_bytes)
         self._shipper = Shipper(
             self._ring,
             self._stores.own,
@@ -306,8 +308,11 @@ class TrainingLoop:
             LAYOUT: self._layout,
         }
 
-    def _restore(self) -> Found | None:
-        """Load the state that the attempt starts from, or raise a SnapshotError."""
+    def _restore(self) -> RestorePoint | None:
+        """Load the state that the attempt starts from, or raise a SnapshotError; where it was.
+
+        The copy that it came from is let go of: beside it there may be no room for snapshots.
+        """
         a = self._assignment
         found = Restorer(
             a,
@@ -332,17 +337,35 @@ class TrainingLoop:
             raise MismatchedSnapshotError(a.rank, point.step, point.tier, str(error)) from error
         self._random.restore()
         self._step = found.point.step
-        return found
+        return found.point
 
-    def _check_room(self, nbytes: int) -> None:
-        """Refuse, on every rank alike, snapshots that some node has no memory for."""
+    def _room(self, nbytes: int, started_from: RestorePoint | None) -> int:
+        """How many snapshots of ``nbytes`` the ring may keep, on every rank alike.
+
+        As many as asked for, or SnapshotMemoryError where some node has no memory for them. A job
+        that has trained was accepted: what has less room now keeps fewer rather than end.
+        """
         a, snapshots = self._assignment, self._run_config.snapshots
+        give_back_freed_memory()
+        # A rank that has not let go of its copy yet takes room on its node from the others.
+        meet(self._world)
         room = free_bytes() + self._stores.held_nbytes
-        mine = RankState(a.rank - a.local_rank, nbytes, room)
-        states = gather(self._world, mine)
-        refuse_too_large(states, snapshots.keep, snapshots.replicas or 0)
+        if started_from is not None and started_from.tier != "disk":
+            # The copy came by way of the object store, which keeps that memory for the next one.
+            room += nbytes
+        states = gather(self._world, RankState(a.rank - a.local_rank, nbytes, room))
+        keep, replicas = snapshots.keep, snapshots.replicas or 0
+        if a.attempt > 1 and started_from is not None:
+            keep = most_in_rings(states, keep, replicas)
+        else:
+            refuse_too_large(states, keep, replicas)
+        if keep < snapshots.keep:
+            logger.warning(
+                "there is room for %d of snapshots.keep: %d in the ranks", keep, snapshots.keep
+            )
+        return keep
 
-    def _decide_exchange(self, started_from: Found | None) -> None:
+    def _decide_exchange(self, started_from: RestorePoint | None) -> None:
         """Take the job's decision; under ``auto``, where there is none yet, make it.
 
         A state that is restored was trained with the decision, stored or not.

@@ -19,6 +19,7 @@ from launch.replicas import (
     RankState,
     SnapshotMemoryError,
     memory_needed,
+    most_in_rings,
     partners,
     refuse_too_large,
 )
@@ -231,6 +232,19 @@ class TestMemory:
         tight = [replace(state, room=300) for state in self.STATES]
         with pytest.raises(SnapshotMemoryError, match=r"parallelism\.zero_stage"):
             refuse_too_large(tight, 4, 1)
+
+    def test_ranks_of_a_job_that_has_trained_hold_fewer_rather_than_none(self) -> None:
+        needed = {node: memory_needed(self.STATES, node, 4, 1) for node in (0, 2)}
+
+        def most(missing: dict[int, int]) -> int:
+            rooms = {node: needed[node] - missing.get(node, 0) for node in needed}
+            return most_in_rings([replace(s, room=rooms[s.node]) for s in self.STATES], 4, 1)
+
+        assert most({}) == 4
+        assert most({0: 1}) == most({0: 200}) == 3
+        assert most({0: 1, 2: 1200}) == most({2: 601}) == 2
+        with pytest.raises(SnapshotMemoryError, match=r"snapshots\.keep: 4"):
+            most({2: 1201})
 
 
 class TestFreeMemory:
