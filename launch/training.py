@@ -190,7 +190,7 @@ class TrainingLoop:
             target=self._engine.faults,
             announce=self._announce_drill,
         )
-        self._snapshot(to_disk=False, replicated=True)
+        self._snapshot(to_disk=self._ends_unwritten(started_from), replicated=True)
         seconds = time.perf_counter() - started
         logger.info(
             "attempt %d: ready for step %d after %.2f s", assignment.attempt, self._step, seconds
@@ -364,6 +364,13 @@ class TrainingLoop:
                 "there is room for %d of snapshots.keep: %d in the ranks", keep, snapshots.keep
             )
         return keep
+
+    def _ends_unwritten(self, started_from: RestorePoint | None) -> bool:
+        """Whether no step follows, so that nothing else would write the job's last checkpoint: the
+        attempt before was lost while it did."""
+        if started_from is None or self._step < self._run_config.training.steps:
+            return False
+        return Path(self._assignment.job_dir) not in Path(started_from.path).parents
 
     def _decide_exchange(self, started_from: RestorePoint | None) -> None:
         """Take the job's decision; under ``auto``, where there is none yet, make it.

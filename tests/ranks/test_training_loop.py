@@ -407,6 +407,22 @@ def test_a_restart_from_the_keeper_goes_on_to_the_bit(train: Train, undisturbed:
         assert rank.losses() == {s: earlier.losses()[s] for s in range(8, STEPS)}
 
 
+def test_an_attempt_that_starts_at_the_last_step_writes_the_checkpoint_that_is_missing(
+    train: Train, undisturbed: Any, tmp_path: Path
+) -> None:
+    held = [rank.held for rank in undisturbed(1, "delayed")]
+    point = RestorePoint(step=STEPS, tier="memory", attempt=1, timeline=0)
+    ranks = train(held=held, attempt=2, restore=point, job_dir=tmp_path)
+    for rank in ranks:
+        assert rank.result == RankResult(rank.rank, STEPS, "finished")
+        assert rank.copied("disk") == [STEPS]
+    made = commit_checkpoint(tmp_path, STEPS, 2, range(WORLD), timeline=0)
+    # From there nothing is left to be written.
+    open_attempt(tmp_path, 3)
+    point = RestorePoint(STEPS, "disk", 2, 0, str(made.path))
+    assert not any(r.copied("disk") for r in train(attempt=3, restore=point, job_dir=tmp_path))
+
+
 def test_a_damaged_copy_is_refused_by_rank_step_and_tier(train: Train, undisturbed: Any) -> None:
     held = [dict(rank.held) for rank in undisturbed(1, "delayed")]
     wrong = {key: value for key, value in held[2].items() if key.step != 8}
