@@ -40,6 +40,10 @@ class DataError(ValueError):
     """The data of the spec can't be trained on; the message lists every problem."""
 
 
+class DataAwayError(DataError):
+    """It isn't there, or can't be read, now: so it is too while a storage is away."""
+
+
 def batch_of(step: int, ledger: Collection[int]) -> int:
     """Index of the batch that step ``step`` trains on: the step-th one not in ``ledger``."""
     batch = step
@@ -122,17 +126,22 @@ class TokenStream:
     """
 
     def __init__(self, config: DataConfig, seq_len: int) -> None:
-        files, problems = _look(config)
+        try:
+            files, problems = _look(config)
+        except OSError as error:
+            raise DataAwayError(f"{config.source} can't be looked through: {error}") from error
         contents: list[NDArray[np.uint8]] = []
         for path in files:
             try:
                 contents.append(_content(path, mapped=len(files) == 1))
             except OSError as error:
                 problems.append(_unreadable(path, error))
-        sizes = [len(content) for content in contents]
-        problems = problems or _too_short(config, sum(sizes), seq_len)
         if problems:
-            raise DataError("; ".join(problems))
+            wrong = _wrong_pattern(config.pattern)
+            raise (DataError if wrong else DataAwayError)("; ".join(problems))
+        sizes = [len(content) for content in contents]
+        if short := _too_short(config, sum(sizes), seq_len):
+            raise DataError("; ".join(short))
         self._tokens = contents[0] if len(files) == 1 else np.concatenate(contents)
         self._seq_len = seq_len
         self._seed = config.shuffle_seed if config.shuffle else None

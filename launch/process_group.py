@@ -1,6 +1,6 @@
 """How ranks meet, and the one small agreement they reach each step.
 
-Promises: a rank that never comes is an error within ``JOIN_TIMEOUT_S``, naming the address;
+Promises: a rank that never comes is an error within ``JOIN_TIMEOUT_S``, naming it and the address;
 what ranks agree on is the same on all of them, or they stop.
 """
 
@@ -19,10 +19,21 @@ from launch.commands import Assignment
 JOIN_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 """A last resort: the supervisor ends a rank that hangs long before."""
+_ALL_HERE = "all ranks are here"
+_MOST_TOLD = 16
+"""Ranks that an error names in words."""
 
 
 class JoinError(RuntimeError):
-    """Not all ranks met at the attempt's address in time."""
+    """Not all ranks met at the attempt's address in time: the fault of who didn't come."""
+
+    def __init__(self, message: str, absent: tuple[int, ...] = ()) -> None:
+        """``absent``: ranks that didn't come, as far as this one knows."""
+        super().__init__(message)
+        self.absent = absent
+
+    def __reduce__(self) -> tuple[type[JoinError], tuple[str, tuple[int, ...]]]:
+        return (type(self), (str(self), self.absent))
 
 
 class RanksDisagreeError(RuntimeError):
@@ -50,21 +61,7 @@ def join(assignment: Assignment) -> dist.ProcessGroup:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(assignment.local_rank)
-    try:
-        store = dist.TCPStore(
-            assignment.master_addr,
-            assignment.master_port,
-            assignment.world_size,
-            is_master=assignment.rank == 0,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-            wait_for_workers=True,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        address = f"{assignment.master_addr}:{assignment.master_port}"
-        raise JoinError(
-            f"rank {assignment.rank}: not all {assignment.world_size} ranks met at {address} "
-            f"within {JOIN_TIMEOUT_S:g} s: {error}"
-        ) from error
+    store = _met(assignment)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -78,6 +75,45 @@ def join(assignment: Assignment) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def _met(assignment: Assignment) -> dist.TCPStore:
+    """The store at the attempt's address, once every rank has come there."""
+    rank, world_size = assignment.rank, assignment.world_size
+    address = f"{assignment.master_addr}:{assignment.master_port}"
+    within = f"within {JOIN_TIMEOUT_S:g} s"
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    try:
+        # Waiting for workers, it would only count those that came.
+        store = dist.TCPStore(
+            assignment.master_addr,
+            assignment.master_port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+        if rank == 0:
+            raise JoinError(f"nothing can be opened at {address}: {why}") from error
+        raise JoinError(f"rank 0 was not reached at {address} {within}: {why}", (0,)) from error
+    came = [f"rank {other} is here" for other in range(world_size)]
+    try:
+        store.set(came[rank], "")
+        if rank == 0:
+            store.wait(came, timeout)
+            store.set(_ALL_HERE, "")
+        else:
+            store.wait([_ALL_HERE], timeout)
+    except (dist.DistError, RuntimeError) as error:
+        absent: tuple[int, ...] = ()
+        if rank == 0:
+            absent = tuple(other for other in range(world_size) if not store.check([came[other]]))
+        who = ", ".join(map(str, absent[:_MOST_TOLD])) + ", …" * (len(absent) > _MOST_TOLD)
+        told = f"rank{'s' * (len(absent) > 1)} {who} did not come" if absent else "not all came"
+        raise JoinError(f"{told} to {address} {within}, of {world_size} ranks", absent) from error
+    return store
 
 
 @dataclass(frozen=True, slots=True)

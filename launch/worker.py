@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from launch.allocator import keep_freed_memory
 from launch.background import run_politely
 from launch.commands import Assignment, Command, RankResult, Report
+from launch.data import DataAwayError
 from launch.delivery import Delivery
 from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.lifeline import depend_on
@@ -57,12 +58,22 @@ Result = TypeVar("Result")
 class RankFailedError(RuntimeError):
     """A rank's loop raised; the message has the rank, its step and what was raised."""
 
-    def __init__(self, rank: int, step: int, cause: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        step: int,
+        cause: str,
+        outside: bool = False,
+        absent: tuple[int, ...] = (),
+    ) -> None:
+        """``outside``: it lies in what surrounds the job, and may pass; ``absent``: ranks that it
+        waited for in vain."""
         super().__init__(f"rank {rank}, step {step}: {cause}")
         self.rank, self.step, self.cause = rank, step, cause
+        self.outside, self.absent = outside, absent
 
-    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int, int, str]]:
-        return (type(self), (self.rank, self.step, self.cause))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.rank, self.step, self.cause, self.outside, self.absent))
 
 
 def failure_of(
@@ -71,7 +82,10 @@ def failure_of(
     """What is told of an ``error`` of a rank's loop: its events, its incident and W&B have it, so
     no secret of the rank's ``environ`` may be in it."""
     cause = without(f"{type(error).__name__}: {error}", secrets_of(environ))
-    return RankFailedError(rank, step, cause)
+    outside = isinstance(error, OSError | DataAwayError)
+    # Of a JoinError, whose module would bring torch along.
+    absent = getattr(error, "absent", ())
+    return RankFailedError(rank, step, cause, outside, absent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from monitoring.records import Incident, IncidentKind, Suspect
 from orchestrator.actions import Action, ActionKind, History, Restorable
 from orchestrator.recovery.fresh_start import since_fresh_start
-from orchestrator.recovery.restart_budget import is_restart, restarts_spent
+from orchestrator.recovery.restart_budget import is_outside, is_restart, restarts_spent
 from orchestrator.spec.config import RecoveryConfig
 
 LOST_RANK: frozenset[IncidentKind] = frozenset(
@@ -63,13 +63,13 @@ def kept_by_hand(history: History) -> set[str]:
     return {name for name, (p, asked) in newest.items() if p == "bf16" and asked is not None}
 
 
-def raised_again(incidents: Iterable[Incident], history: History) -> bool:
+def raised_again(incidents: Sequence[Incident], history: History) -> bool:
     """Whether the ranks raised an error, as they did at the restart before, with no step since.
 
     The supervisor marks such an incident with ``raised`` in its evidence; a process that
-    was killed has no such mark, and is worth another try.
+    was killed has no such mark, and is worth another try. So is what lies outside of the job.
     """
-    if not any(incident.evidence.get("raised") for incident in incidents):
+    if not any(incident.evidence.get("raised") for incident in incidents) or is_outside(incidents):
         return False
     before = history.actions[-1] if history.actions else None
     return (
@@ -77,6 +77,7 @@ def raised_again(incidents: Iterable[Incident], history: History) -> bool:
         and is_restart(before)
         and before.step == history.step
         and any(incident.evidence.get("raised") for incident in before.incidents)
+        and not is_outside(before.incidents)
     )
 
 

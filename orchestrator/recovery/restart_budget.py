@@ -14,6 +14,14 @@ from orchestrator.actions import Action, History
 from orchestrator.recovery.fresh_start import since_fresh_start
 from orchestrator.spec.config import RecoveryConfig
 
+OUTSIDE = "outside"
+"""In the evidence of an incident: what the ranks raised lies in what surrounds the job, and may
+pass, as a storage that is away."""
+UNMET = "unmet"
+"""In the evidence of an incident: ranks didn't come to where the attempt's ranks meet."""
+_FIRST_REST_S = 30.0
+_LONGEST_REST_S = 600.0
+
 
 def is_restart(action: Action) -> bool:
     """Whether the action ends its attempt for another one."""
@@ -25,6 +33,23 @@ def is_restart(action: Action) -> bool:
 def before_ranks(incidents: Sequence[Incident]) -> bool:
     """Whether an attempt ended for its nodes, before it had ranks."""
     return bool(incidents) and all(i.kind == "preflight_failed" for i in incidents)
+
+
+def is_outside(incidents: Sequence[Incident]) -> bool:
+    """Whether what ended an attempt lies in what surrounds the job."""
+    return any(incident.evidence.get(OUTSIDE) for incident in incidents)
+
+
+def rest_s(actions: Sequence[Action]) -> float:
+    """Seconds that the attempt after ``actions``, oldest first, waits before its ranks start: what
+    is away needs time to come back, more each time in a row."""
+    row = 0
+    for action in reversed(actions):
+        same = action.step == actions[-1].step
+        if not (is_restart(action) and is_outside(action.incidents) and same):
+            break
+        row += 1
+    return min(_LONGEST_REST_S, _FIRST_REST_S * 4 ** (row - 1)) if row else 0.0
 
 
 def restarts_within(history: History, window_steps: int) -> int:

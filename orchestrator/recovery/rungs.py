@@ -55,7 +55,7 @@ from orchestrator.recovery.evidence import (
     spans,
     touched_batches,
 )
-from orchestrator.recovery.restart_budget import restarts_spent
+from orchestrator.recovery.restart_budget import rest_s, restarts_spent
 from orchestrator.recovery.rung_budgets import fallbacks_spent, spent
 from orchestrator.spec.config import RecoveryConfig
 
@@ -342,8 +342,11 @@ class Restart:
             reason = f"Restart from before replicas differed, step {good} at most"
             action = drafted(self.kind, incidents, history, f"{reason}: {cause(incidents)}.")
             return replace(action, in_place=False, to_step=good)
-        reason = f"Restart from the newest state that all ranks have: {cause(incidents)}."
-        return replace(drafted(self.kind, incidents, history, reason), in_place=False)
+        action = replace(drafted(self.kind, incidents, history, ""), in_place=False)
+        rest = rest_s((*history.actions, action))
+        resting = f" after {rest:.0f} s, in which what is away may come back" if rest else ""
+        reason = f"Restart from the newest state that all ranks have{resting}: {cause(incidents)}."
+        return replace(action, reason=reason)
 
 
 class Watch:

@@ -29,7 +29,7 @@ from orchestrator.supervision.attempt_state import AttemptState
 from orchestrator.supervision.control_room import ControlRoom
 from orchestrator.supervision.job_end import JobEnd
 from orchestrator.supervision.job_in_hand import JobInHand
-from orchestrator.supervision.lost_ranks import died, not_begun
+from orchestrator.supervision.lost_ranks import died, not_begun, unmet
 from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Launching, Training
 from orchestrator.supervision.preflight_gate import Look, PreflightGate
@@ -89,6 +89,8 @@ class AttemptStarter:
         job.shelf.forget()
         now = job.clock()
         self._resize(resume, now)
+        if self._gate is not None and unmet(resume.actions):
+            self._gate.look_again()
         before = job.attempt.facts
         job.attempt = AttemptState(resume, job.world, now)
         job.attempt.facts.fired_drills |= before.fired_drills
@@ -126,6 +128,8 @@ class AttemptStarter:
                 # The ladder answers: where this job fails on any node, others are no end of it.
                 return not_begun(look.notice.message, attempt.facts, looked)
         if not look.passed:
+            return None
+        if job.clock() < attempt.rests_until:
             return None
         try:
             master = job.group.master()

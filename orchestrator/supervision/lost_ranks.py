@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 from launch.rank_group import RankEnd
 from launch.snapshots import SnapshotError
+from launch.worker import RankFailedError
 from monitoring.records import Incident, IncidentKind
+from orchestrator.actions import Action
 from orchestrator.recovery.job_facts import JobFacts
+from orchestrator.recovery.restart_budget import OUTSIDE, UNMET
 from orchestrator.supervision.attempt import ranks_told
 
 _FOLLOWS = re.compile(
-    r"closed by peer|connection (reset|refused|closed)|broken pipe|gloo|nccl|socket|heartbeat",
+    r"^JoinError|closed by peer|connection (reset|refused|closed)|broken pipe|gloo|nccl|socket"
+    r"|heartbeat",
     re.IGNORECASE,
 )
 """Errors that a rank raises because another one is gone."""
@@ -24,7 +28,15 @@ def first_causes(ends: Sequence[RankEnd]) -> list[RankEnd]:
     raised = [end for end in ends if end.how == "raised"]
     copies = [end for end in raised if isinstance(end.cause, SnapshotError)]
     own = [end for end in raised if not _FOLLOWS.search(end.error)]
-    return lost or copies or own or raised
+    # Where a link is cut, rank 0 and who didn't reach it name each other: it has seen the others.
+    waited = sorted((end for end in raised if _absent(end)), key=lambda end: end.rank)
+    named = waited[:1] if waited and waited[0].rank == 0 else waited
+    return lost or copies or own or named or raised
+
+
+def _absent(end: RankEnd) -> tuple[int, ...]:
+    """Ranks that a rank waited for in vain as the attempt began."""
+    return end.cause.absent if isinstance(end.cause, RankFailedError) else ()
 
 
 def blames_a_peer(end: RankEnd) -> bool:
@@ -41,13 +53,32 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
         how = "died" if end.how == "lost" else "raised"
         by_error.setdefault(f"{how}: {end.error.rstrip('. ')}", []).append(end.rank)
     told = "; ".join(f"{ranks_told(ranks)} {error}" for error, ranks in by_error.items())
-    own_error = any(
-        end.how == "raised" and not isinstance(end.cause, SnapshotError) and not blames_a_peer(end)
+    own_errors = [
+        end
         for end in causes
-    )
+        if end.how == "raised"
+        and not isinstance(end.cause, SnapshotError)
+        and not blames_a_peer(end)
+    ]
+    evidence = {"raised": 1.0} if own_errors else {}
+    if own_errors and all(_is_outside(end) for end in own_errors):
+        evidence[OUTSIDE] = 1.0
     ranks = tuple(end.rank for end in causes)
-    evidence = {"raised": 1.0} if own_error else {}
+    if absent := {rank for end in causes for rank in _absent(end)}:
+        # Who waited has done nothing.
+        ranks, evidence = tuple(sorted(absent)), {**evidence, UNMET: 1.0}
     return _incident("rank_died", told[0].upper() + told[1:], ranks, evidence, facts, now)
+
+
+def _is_outside(end: RankEnd) -> bool:
+    """Whether what a rank raised lies in what surrounds the job."""
+    cause = end.cause
+    return isinstance(cause, OSError) or (isinstance(cause, RankFailedError) and cause.outside)
+
+
+def unmet(actions: Sequence[Action]) -> bool:
+    """Whether ranks didn't meet in the attempt that the newest of ``actions`` ended."""
+    return any(i.evidence.get(UNMET) for action in actions[-1:] for i in action.incidents)
 
 
 def hung(ranks: Sequence[int], seconds: float, facts: JobFacts, now: float, what: str) -> Incident:

@@ -1,6 +1,7 @@
 """Whether the nodes of an attempt may be trained on: checked once each, before the ranks start.
 
-Promises: a node is checked when it is new to the job's supervisor and not again; it never blocks;
+Promises: a node is checked when it is new to the job's supervisor and not again, unless ranks then
+didn't meet, which a link between nodes that have passed may be to blame for; it never blocks;
 what was found is an event, and a failing node is named in it, which is what the controller
 quarantines it for.
 """
@@ -51,18 +52,27 @@ class PreflightGate:
         self._passed: set[str] = set()
         self._running: Checks | None = None
         self._attempt = 0
+        self._again = False
+
+    def look_again(self) -> None:
+        """Check all nodes of the next attempt, those that have passed included."""
+        self._again = True
 
     def look(self, resume: ResumeState, now: float) -> Look:
         """Whether the attempt's ranks may start; what was found comes once."""
         here = seats(resume)
-        newcomers = {seat.node_id for seat in here} - self._passed
+        newcomers = {seat.node_id for seat in here}
+        if not self._again:
+            newcomers -= self._passed
         if not self._config.enabled or not newcomers:
             return Look(True)
         if self._running is None or resume.attempt != self._attempt:
             self._attempt = resume.attempt
             config = self._config
             limits = Limits(config.max_clock_skew_s, config.min_bandwidth_mbit_s)
-            demand = demand_of(self._spec, resume.job_dir, joins=bool(self._passed))
+            # Together with nodes that hold the job's copies already.
+            joins = bool(self._passed) and not self._again
+            demand = demand_of(self._spec, resume.job_dir, joins=joins)
             self._running = self._begin(here, newcomers, demand, limits, now, config.timeout_s)
         verdict = self._running.verdict(now)
         if verdict is None:
@@ -70,6 +80,7 @@ class PreflightGate:
         self._running = None
         if not verdict.failed:
             self._passed |= newcomers
+            self._again = False
         addresses = {seat.node_id: seat.node_ip for seat in here}
         return Look(not verdict.failed, told(verdict, addresses))
 

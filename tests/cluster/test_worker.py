@@ -178,7 +178,7 @@ def test_an_error_of_the_loop_is_the_error_of_run_and_the_process_lives(
     import ray
 
     for run in group.run(tmp_path, config(str(tmp_path / "nothing.txt"), 5)):
-        with pytest.raises(RankFailedError, match=r"rank \d, step 0: DataError: .*nothing.txt"):
+        with pytest.raises(RankFailedError, match=r"rank \d, step 0: DataAwayError: .*nothing.txt"):
             ray.get(run, timeout=60)
     assert ray.get([worker.ping.remote() for worker in group.workers]) == [True, True]
     log = (tmp_path / "logs" / "attempt-1" / "rank-0.log").read_text()

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.config import DataConfig
-from launch.data import DataError, TokenStream, batch_of, check_source, shuffled, source_files
+from launch.data import (
+    DataAwayError,
+    DataError,
+    TokenStream,
+    batch_of,
+    check_source,
+    shuffled,
+    source_files,
+)
 
 ledgers = st.sets(st.integers(0, 60), max_size=20)
 
@@ -136,11 +144,16 @@ class TestCheckSource:
     def test_a_missing_path_is_named(self) -> None:
         (problem,) = check_source(DataConfig(source="/nowhere/text"), 32)
         assert "/nowhere/text does not exist" in problem
+        with pytest.raises(DataAwayError, match="does not exist"):
+            TokenStream(DataConfig(source="/nowhere/text"), 32)
 
     def test_a_pattern_without_files_is_named(self, corpus: DataConfig) -> None:
         other = corpus.model_copy(update={"pattern": "*.rs"})
         (problem,) = check_source(other, 32)
         assert "'*.rs'" in problem
+        # So is the folder of a mount that is away.
+        with pytest.raises(DataAwayError, match=r"\*\.rs"):
+            TokenStream(other, 32)
 
     def test_a_file_shorter_than_a_sequence_tells_both_lengths(self, tmp_path: Path) -> None:
         path = tmp_path / "short.txt"
@@ -148,8 +161,9 @@ class TestCheckSource:
         config = DataConfig(source=str(path))
         (problem,) = check_source(config, 32)
         assert "32 tokens" in problem
-        with pytest.raises(DataError, match="32 tokens"):
+        with pytest.raises(DataError, match="32 tokens") as short:
             TokenStream(config, 32)
+        assert not isinstance(short.value, DataAwayError)
         path.write_bytes(b"x" * 33)
         assert check_source(config, 32) == []
         assert TokenStream(config, 32).sequences == 1

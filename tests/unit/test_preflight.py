@@ -384,6 +384,24 @@ def test_each_node_is_checked_once_and_a_failing_one_is_named(tmp_path: Path) ->
     assert asked.newcomers == [{"node0", "node1"}, {"node2"}]
 
 
+def test_nodes_that_have_passed_are_checked_once_more_when_their_ranks_did_not_meet(
+    tmp_path: Path,
+) -> None:
+    spec = complete(scripted_job.spec())
+    nodes = tuple(NodeSlot(f"node{i}", f"10.0.0.{i}", i, 1) for i in range(2))
+    first = replace(ScriptedController(spec, tmp_path).resume(), nodes=nodes)
+    asked = Asked()
+    asked.said = Verdict({}, 0.3, 2)
+    gate = PreflightGate(spec, asked.begin)  # type: ignore[arg-type]
+    assert gate.look(first, 0.0).passed and gate.look(replace(first, attempt=2), 1.0).passed
+    assert len(asked.newcomers) == 1
+    gate.look_again()
+    for attempt in (3, 4):
+        assert gate.look(replace(first, attempt=attempt), 2.0).passed
+    assert asked.newcomers == [{"node0", "node1"}] * 2
+    assert not asked.demands[1].snapshot_bytes, "they hold the job's copies already"
+
+
 def test_without_preflight_nobody_is_asked(tmp_path: Path) -> None:
     spec = complete(scripted_job.spec(preflight={"enabled": False}))
     asked = Asked()

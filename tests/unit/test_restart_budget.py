@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.actions import Action, Asked
-from orchestrator.recovery.restart_budget import restarts_spent, restarts_within, without_progress
+from orchestrator.recovery.restart_budget import (
+    rest_s,
+    restarts_spent,
+    restarts_within,
+    without_progress,
+)
 from orchestrator.spec.config import RecoveryConfig
 from tests.unit.recovery_cases import act, history, incident, why
 
@@ -78,6 +83,19 @@ def test_failed_preflights_charge_no_restart_and_are_in_vain_all_the_same() -> N
     assert failed(5, policy=none_left).kind == "restart"
     lost = act(history(5), incident("rank_died", 5), policy=none_left)
     assert lost.kind == "pause"
+
+
+def test_what_is_away_is_given_more_time_each_time_in_a_row() -> None:
+    def away(step: int) -> Action:
+        found = replace(incident("rank_died", step), evidence={"raised": 1.0, "outside": 1.0})
+        return restart(step, incidents=(found,))
+
+    assert rest_s(()) == rest_s((restart(61),)) == rest_s((away(61), restart(61))) == 0
+    rests = [rest_s((restart(61), *[away(61)] * n)) for n in range(1, 6)]
+    assert rests == [30, 120, 480, 600, 600]
+    assert rest_s((away(61), away(61), away(62))) == 30, "there was a step between"
+    paused = replace(away(61), kind="pause")
+    assert rest_s((away(61), paused)) == 0
 
 
 def test_what_a_person_did_begins_the_row_anew() -> None:

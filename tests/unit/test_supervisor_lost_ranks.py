@@ -15,7 +15,12 @@ from launch.commands import (
     RestoredOlder,
     RestorePoint,
 )
+from launch.data import DataAwayError
+from launch.process_group import JoinError
+from launch.rank_errors import in_one_line
+from launch.rank_group import RankEnd
 from launch.snapshots import DamagedSnapshotError, SnapshotKey
+from launch.worker import failure_of
 from monitoring.job_view import JobView
 from monitoring.records import StepRecord
 from monitoring.summary import summarize
@@ -23,6 +28,7 @@ from orchestrator.controller.lost_supervisor import supervisor_lost
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.recovery.policy import decide
 from orchestrator.spec.config import RecoveryConfig
+from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
 from tests.unit.recovery_cases import incident
 from tests.unit.scripted_job import LAYERS, WORLD, Bench, Make, Script
@@ -207,12 +213,77 @@ class TestLostRanks:
         for _ in range(2):
             job.step()
             for rank in range(WORLD):
-                job.ranks.fail(rank, FileNotFoundError("no such corpus"))
+                job.ranks.fail(rank, ValueError("no such layer"))
             job.step()
             job.step(BLAME_S)
         assert job.controller.kinds() == ["restart", "fail"]
         assert job.controller.states[-1] == ("failed", "ERROR")
         assert "Ranks 0, 1 raised" in job.controller.actions[-1].incidents[0].message
+
+    @pytest.mark.parametrize("error", [DataAwayError("/data does not exist"), OSError(5, "EIO")])
+    def test_a_storage_that_is_away_is_waited_for_longer_each_time_and_fails_no_job(
+        self, bench: Make, error: Exception
+    ) -> None:
+        job = bench()
+        job.train(12)
+        rests = []
+        for _ in range(4):
+            for rank in range(WORLD):
+                job.ranks.fail(rank, failure_of(rank, 12, error, {}))
+            job.step()
+            job.step(BLAME_S)
+            if job.supervision.phase is Phase.OVER:
+                break
+            began = job.now
+            while not job.ranks.running:
+                job.step(1.0)
+            rests.append(job.now - began)
+        assert rests == pytest.approx([30, 120, 480], abs=1.5)
+        told = job.controller
+        assert told.kinds() == ["restart", "restart", "restart", "pause"]
+        assert told.states[-1] == ("paused", "BUDGET_SPENT")
+        assert "after 120 s, in which what is away may come back" in told.actions[1].reason
+        assert all(a.incidents[0].evidence["raised"] for a in told.actions), "no node is accused"
+
+    def test_a_storage_that_comes_back_costs_the_restarts_alone(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.fail(0, failure_of(0, 12, OSError(116, "Stale file handle"), {}))
+        job.step()
+        job.step(BLAME_S)
+        while not job.ranks.running:
+            job.step(1.0)
+        job.train(10)
+        job.ranks.lose(1)
+        job.step()
+        job.step()
+        assert job.ranks.running, "what is no fault of the surroundings is not waited for"
+        assert job.settled().kinds() == ["restart", "restart"]
+
+    def test_who_did_not_come_to_the_meeting_is_accused_and_nobody_who_waited(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.lose(1)
+        job.step()
+        for _ in range(3):
+            job.step()
+            # The link between them is cut: each names the other, and rank 0 has seen the others.
+            late = JoinError("rank 1 did not come to 10.0.0.1:29500 within 60 s", (1,))
+            alone = JoinError("rank 0 was not reached at 10.0.0.1:29500 within 60 s", (0,))
+            job.ranks.fail(0, late)
+            job.ranks.fail(1, alone)
+            for rank, error in enumerate((late, alone)):
+                cause = failure_of(rank, 12, error, {})
+                job.ranks.ends[rank] = RankEnd(rank, "raised", None, in_one_line(cause), cause)
+            job.step()
+            job.step(NODE_BLAME_S)
+        told = job.settled()
+        assert told.kinds() == ["restart", "restart", "restart", "pause"]
+        incident = told.actions[-1].incidents[0]
+        assert incident.ranks == (1,) and not incident.evidence.get("raised")
+        assert incident.message.startswith("Rank 0 raised: JoinError: rank 1 did not come")
 
     def test_ranks_that_stop_reporting_are_restarted(self, bench: Make) -> None:
         job = bench(recovery={"step_timeout_s": 5.0})

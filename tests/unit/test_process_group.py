@@ -1,0 +1,65 @@
+"""How ranks meet: what those say that waited for others in vain."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import cast
+
+import pytest
+
+import launch.process_group
+from launch.commands import Assignment
+from launch.process_group import JoinError
+from tests.ranks.launch_ranks import free_port
+
+
+class Meeting:
+    """Ranks of one attempt, as threads that only meet."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size, self._port = world_size, free_port()
+        self.errors: dict[int, JoinError] = {}
+
+    def come(self, *ranks: int) -> None:
+        threads = [threading.Thread(target=self._come, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _come(self, rank: int) -> None:
+        class Mine:
+            master_addr, master_port = "127.0.0.1", self._port
+            world_size = self._world_size
+
+        mine = Mine()
+        mine.rank = rank  # type: ignore[attr-defined]
+        try:
+            launch.process_group._met(cast(Assignment, mine))
+        except JoinError as error:
+            self.errors[rank] = error
+
+
+def test_ranks_that_all_come_meet() -> None:
+    meeting = Meeting(3)
+    meeting.come(0, 1, 2)
+    assert not meeting.errors
+
+
+def test_rank_0_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.process_group, "JOIN_TIMEOUT_S", 1.0)
+    meeting = Meeting(4)
+    meeting.come(0, 2)
+    assert meeting.errors[0].absent == (1, 3)
+    assert "ranks 1, 3 did not come to 127.0.0.1:" in str(meeting.errors[0])
+    assert meeting.errors[2].absent == ()
+    assert pickle.loads(pickle.dumps(meeting.errors[0])).absent == (1, 3)
+
+
+def test_without_rank_0_the_others_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.process_group, "JOIN_TIMEOUT_S", 1.0)
+    meeting = Meeting(2)
+    meeting.come(1)
+    assert meeting.errors[1].absent == (0,)
+    assert "rank 0 was not reached" in str(meeting.errors[1])
