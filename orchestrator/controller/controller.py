@@ -26,6 +26,7 @@ from orchestrator.controller.supervisors import Supervisors
 from orchestrator.controller.tending import NoNodesError, Tending
 from orchestrator.controller.waits import Waits
 from orchestrator.events import EventDraft
+from orchestrator.instant import Instant
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.nodes.desk import NodeDesk
 from orchestrator.nodes.groups import NodeGroups
@@ -68,7 +69,7 @@ class Controller:
         *,
         fixed_cluster: bool = True,
         quarantine: QuarantineConfig | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = Instant.now,
     ) -> None:
         self.store = store
         self.changes = Changes()
@@ -191,6 +192,7 @@ class Controller:
     def step(self, now: float) -> bool:
         """One pass: each job that isn't at rest takes one transition at most. Whether any did."""
         self._reconcile(now)
+        self.store.nodes.begin_now(now)
         rows, version = self.store.tended.all()
         asked = self.store.controls.open()
         queued = [r for r in rows if r.state is JobState.QUEUED and not r.placement_group]

@@ -88,7 +88,7 @@ class JobFacts:
             attempt=self.attempt,
             timeline=self.timeline,
             step=self.step,
-            time=now,
+            time=float(now),
             actions=tuple(self.actions),
             restorable=tuple(restorable),
             precision=dict(self.precision),

@@ -28,6 +28,8 @@ from orchestrator.store.tables import accusations, quarantines
 
 BY_CONTROLLER = "the controller, for other nodes failed alike"
 """Who releases a node of whom it turned out that it is not its fault."""
+AHEAD_S = 5.0
+"""Seconds that the clock of who saw a fault may be ahead of ours."""
 REMEMBERED = 1000
 """Newest quarantines that are read, beside those that nobody has released."""
 
@@ -97,6 +99,24 @@ class NodeRecords:
         """It is over by the word of ``by``; the job that showed the fault is told."""
         with self._writing() as db:
             _release(db, entry, by, now, now)
+
+    def begin_now(self, now: float) -> None:
+        """What is of a time to come was seen by a clock that has been mended since: it counts
+        from now on, and a quarantine lasts as long as it was given."""
+        later = now + AHEAD_S
+        held = sa.and_(quarantines.c.since > later, quarantines.c.released_at.is_(None))
+        seen = accusations.c.time > later
+        with self._reading() as db:
+            found = [
+                db.execute(sa.select(c).where(which).limit(1)).first() is not None
+                for c, which in ((quarantines.c.id, held), (accusations.c.id, seen))
+            ]
+        if not any(found):
+            return
+        with self._writing() as db:
+            until = quarantines.c.until - quarantines.c.since + now
+            db.execute(sa.update(quarantines).where(held).values(since=now, until=until))
+            db.execute(sa.update(accusations).where(seen).values(time=now))
 
 
 def look_again(db: Connection, job: str, now: float) -> None:

@@ -108,7 +108,7 @@ def _incident(
         timeline=facts.timeline,
         step=max(facts.step, 0),
         onset_step=max(facts.step, 0),
-        time=now,
+        time=float(now),
         message=f"{message}.",
         evidence=evidence,
         ranks=ranks,

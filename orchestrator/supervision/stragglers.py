@@ -143,7 +143,7 @@ def incident_of(
         timeline=step.timeline,
         step=step.step,
         onset_step=max(0, step.step + 1 - worst.of),
-        time=now,
+        time=float(now),
         message=(
             f"{ranks_told(ranks).capitalize()} on {where} "
             f"{'is' if len(ranks) == 1 else 'are'} slow: {worst.seconds:.3g} s a step outside of "

@@ -6,7 +6,8 @@ decided and carried out in ``decisions``; ``attempt_starter`` starts attempts, `
 job, and ``job_in_hand`` is what they all have of it. Promises: a pass never waits for a rank; when
 the controller refuses us, the ranks are ended and nothing is written any more; what is given time
 is given all of it, however long a pass waits for the store or the disk: time begins by the clock
-when the wait is over, and is over by ``now``, which was read before the ranks' reports were.
+when the wait is over, and is over by ``now``, which was read before the ranks' reports were; a wall
+clock that is set makes nothing late (``orchestrator.instant``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from launch.commands import Order
 from launch.rank_group import RankGroup
 from launch.step_part import Sent
 from orchestrator.actions import Action
+from orchestrator.instant import Instant
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import ControllerPort, FencedError, JobHistory, ResumeState
 from orchestrator.recovery.controls import Control
@@ -62,7 +64,7 @@ class Supervision:
         controller: ControllerPort,
         group: RankGroup,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = Instant.now,
         run_log: RunLog | None = None,
         history: JobHistory | None = None,
         sleep: Callable[[float], None] = time.sleep,

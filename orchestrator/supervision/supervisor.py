@@ -22,6 +22,7 @@ from monitoring.environment import environment
 from monitoring.records import StepRecord
 from monitoring.utilization import RANK_PEAK
 from monitoring.wandb_run import WandbRun
+from orchestrator.instant import Instant
 from orchestrator.node_slot import NodeSlot
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import (
@@ -185,7 +186,7 @@ def _begin_checks(group: WorkerGroup, wake: Callable[[], None], *arguments: Any)
         now=now,
         timeout_s=timeout_s,
         on_change=wake,
-        clock=time.time,
+        clock=Instant.now,
     )
 
 

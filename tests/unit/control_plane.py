@@ -9,6 +9,7 @@ from typing import Any
 from launch.keeper import Inventory, Keeper
 from orchestrator.controller.controller import Controller
 from orchestrator.controller.supervisors import LastWords, Presence
+from orchestrator.instant import Instant
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import DiskOrder
@@ -185,6 +186,8 @@ class ControlPlane:
 
     def __init__(self, folder: Path, *slots: int, fixed: bool = True) -> None:
         self.now = 1000.0
+        self.set_by = 0.0
+        """Seconds that the wall clock was set forward by since then."""
         self.groups = FakeGroups(*slots)
         self.supervisors = FakeSupervisors()
         self.store = Store(f"sqlite:///{folder}/store.db")
@@ -202,8 +205,11 @@ class ControlPlane:
             self.supervisors,
             self.jobs_dir,
             fixed_cluster=self.fixed,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
+
+    def clock(self) -> Instant:
+        return Instant(self.now + self.set_by, self.now)
 
     def submit(
         self, name: str = "toy", *, by: str = "", key: str | None = None, **changes: Any
@@ -218,7 +224,7 @@ class ControlPlane:
     def steps(self, count: int = 1, seconds: float = 0.5) -> None:
         for _ in range(count):
             self.now += seconds
-            self.controller.step(self.now)
+            self.controller.step(self.clock())
 
     def state(self, job: str) -> str:
         return self.store.job(job).state.word

@@ -37,6 +37,7 @@ from launch.snapshots import SnapshotKey
 from launch.stacks import Stack
 from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
+from orchestrator.instant import Instant
 from orchestrator.node_slot import NodeSlot
 from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
 from orchestrator.recovery.controls import ControlAnswer
@@ -406,6 +407,8 @@ class Bench:
 
     gate: PreflightGate | None = None
     """Of supervisors from here on."""
+    set_by = 0.0
+    """Seconds that the wall clock was set forward by."""
 
     def __init__(self, job_dir: Path, script: Script | None = None, **sections: Any) -> None:
         self.controller = ScriptedController(spec(**sections), job_dir)
@@ -421,11 +424,14 @@ class Bench:
             resume,
             self.controller,
             self.ranks,
-            clock=lambda: self.now,
+            clock=self.clock,
             sleep=self.pauses.append,
             gate=self.gate,
         )
         self.ranks.deliver = self.supervision.deliver
+
+    def clock(self) -> Instant:
+        return Instant(self.now + self.set_by, self.now)
 
     def step(self, seconds: float = 0.1) -> None:
         """One pass of the supervisor."""

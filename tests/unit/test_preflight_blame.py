@@ -82,7 +82,7 @@ class Supervised:
             resume = plane.supervisors.alive[self.job]
             gate = PreflightGate(resume.spec, self.begin)
             self.alive = Supervision(
-                resume, plane.controller, self.ranks, clock=lambda: plane.now, gate=gate
+                resume, plane.controller, self.ranks, clock=plane.clock, gate=gate
             )
         if self.alive is None:
             return
@@ -107,7 +107,7 @@ def go(plane: ControlPlane, *jobs: Supervised, passes: int = 12, seconds: float 
 
 def left_out(plane: ControlPlane) -> dict[str, str]:
     """Nodes that are quarantined now, and for what."""
-    views = plane.controller.roll.view(plane.now)
+    views = plane.controller.roll.view(plane.clock())
     return {v.node_id: v.quarantine.kind for v in views if v.quarantine is not None}
 
 
