@@ -2,7 +2,8 @@
 
 Promises: an attempt is allocated before anything of it starts, and the one before is ended before
 that; ranks are given out once all workers are there and their nodes have passed; what has trained
-never begins from the seed because nobody said in time what is left of it, keeper or storage.
+never begins from the seed because nobody said in time what is left of it, keeper or storage, nor
+from far back where a short wait may spare it that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from orchestrator.protocol import ControllerPort, ResumeState
 from orchestrator.recovery.detector_bank import new_bank
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import STORAGE_S
-from orchestrator.saved.resume_from import FOREIGN_ATTEMPT
 from orchestrator.spec.backend import backend_of
 from orchestrator.spec.degrees import other_degrees
 from orchestrator.supervision import notices
@@ -34,6 +34,7 @@ from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Launching, Training
 from orchestrator.supervision.preflight_gate import Look, PreflightGate
 from orchestrator.supervision.restocking import Restocking
+from orchestrator.supervision.starting_points import newest_own
 
 LOOK_S = 1.0
 """Seconds between two looks at a storage that doesn't say what it holds."""
@@ -62,8 +63,8 @@ class AttemptStarter:
         self._restocking = restocking
         self._gate = gate
         self._sleep = sleep
-        self._awaited = 0
-        """The last attempt that waited for keepers."""
+        self._awaited: tuple[int, float] = (0, 0.0)
+        """The last attempt that waited for keepers, and since when."""
         self._storage_away: tuple[int, float, float] | None = None
         """The attempt that waits for the storage, since when, and when it was looked at last."""
 
@@ -141,18 +142,12 @@ class AttemptStarter:
         points = job.starts.choose(attempt)
         for folder, why in job.starts.left_out():
             job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
-        if attempt.resume.step >= 0 and (keepers := job.starts.unheard(points)):
-            # For as long as an attempt may take to its first step: what they take is its own time,
-            # which ``held_up`` will give it otherwise.
-            attempt.held_up(asked - job.clock())
-            if self._awaited != attempt.facts.attempt:
-                self._awaited = attempt.facts.attempt
-                job.journal.happened(notices.keepers_awaited(keepers), job.clock())
+        if attempt.resume.step >= 0 and self._awaits_keepers(points, asked):
             return None
         if self._awaits_storage(points, now):
             return None
         lost = job.starts.lost(points, job.journal.newest_checkpoint())
-        if attempt.resume.step >= 0 and not _own(points):
+        if attempt.resume.step >= 0 and newest_own(points) is None:
             lost = job.shelf.unseen or lost
         if lost:
             told = notices.nothing_to_start_from(lost)
@@ -174,11 +169,34 @@ class AttemptStarter:
         job.journal.happened(started, job.clock())
         return None
 
+    def _awaits_keepers(self, points: Sequence[RestorePoint], asked: float) -> bool:
+        """Whether keepers may hold what ``points`` lack and are waited for: where that is all for
+        as long as an attempt may take to its first step, else for as long as it would take to
+        train it again, with time left for the start. ``asked``: when they were, the last time."""
+        job, attempt = self._job, self._job.attempt
+        keepers = job.starts.unheard(points, attempt.facts.step)
+        if not keepers:
+            return False
+        now, number, best = job.clock(), attempt.facts.attempt, newest_own(points)
+        since = self._awaited[1] if self._awaited[0] == number else asked
+        if best is None:
+            # What they take is the attempt's own time, which ``held_up`` will give it otherwise.
+            attempt.held_up(asked - now)
+        else:
+            again_s = (attempt.facts.step + 1 - best) * job.journal.step_time_s()
+            if now - since >= min(again_s, job.spec.recovery.init_timeout_s / 2):
+                return False
+        if self._awaited[0] != number:
+            self._awaited = (number, asked)
+            job.journal.happened(notices.keepers_awaited(keepers, best), now)
+        return True
+
     def _awaits_storage(self, points: Sequence[RestorePoint], now: float) -> bool:
         """Whether the checkpoints can't all be looked at, may hold what ``points`` lack, and were
         not waited for long enough yet."""
         job, attempt = self._job, self._job.attempt
-        best = max((point.step for point in _own(points)), default=-1)
+        best = newest_own(points)
+        best = -1 if best is None else best
         enough = best >= max(0, job.journal.newest_checkpoint()) or attempt.resume.step < 0
         if not job.shelf.unseen or enough:
             self._storage_away = None
@@ -214,8 +232,3 @@ class AttemptStarter:
     def _start_workers(self, resume: ResumeState) -> None:
         self._restocking.begin(resume)
         self._job.group.start(seats(resume))
-
-
-def _own(points: Sequence[RestorePoint]) -> list[RestorePoint]:
-    """Those that this job has made."""
-    return [point for point in points if point.attempt != FOREIGN_ATTEMPT]

@@ -8,11 +8,14 @@ W&B and the report never stop training; no secret of the environment is in a tex
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from launch.checkpoints import checkpoint_folder
@@ -32,6 +35,9 @@ from orchestrator.spec.backend import backend_of
 from orchestrator.supervision.notices import backend_chosen, backend_detail, decided, seen
 from orchestrator.supervision.outbox import Outbox, Told
 from parallel.precision.choice import BackendChoice
+
+STEPS_TIMED = 100
+"""Newest steps that tell how long one takes."""
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +162,11 @@ class Journal:
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint that was told as written and still counts; 0 for none."""
         return newest_written(self._written, self._actions)
+
+    def step_time_s(self) -> float:
+        """Seconds that a step takes, as the newest ones did; without end where none is known."""
+        newest = islice(reversed(self._whole or self._light), STEPS_TIMED)
+        return median(times) if (times := [step.step_time_s for step in newest]) else math.inf
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was told is stored. Raises FencedError."""

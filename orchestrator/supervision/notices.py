@@ -81,14 +81,18 @@ def nothing_to_start_from(why: str) -> str:
     )
 
 
-def keepers_awaited(keepers: Sequence[str]) -> Notice:
-    """All that may be left of the job is with nodes that don't answer."""
+def keepers_awaited(keepers: Sequence[str], best: int | None) -> Notice:
+    """Much of what was trained may be with nodes alone that don't answer; ``best``: the newest step
+    that is found, None where nothing is."""
+    found, more = "Nothing is found to start from", "something"
+    if best is not None:
+        found, more = f"The newest state that is found is that of step {best}", "a newer one"
     return Notice(
         "keepers_awaited",
-        f"Nothing is found to start from, and {counted(len(keepers), 'keeper')} that may hold "
-        f"something {'does' if len(keepers) == 1 else 'do'} not answer: the attempt waits for "
+        f"{found}, and {counted(len(keepers), 'keeper')} that may hold {more} "
+        f"{'does' if len(keepers) == 1 else 'do'} not answer: the attempt waits for "
         f"{', '.join(keepers)}.",
-        {"keepers": list(keepers)},
+        {"keepers": list(keepers), "step": best},
     )
 
 

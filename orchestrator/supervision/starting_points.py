@@ -76,10 +76,13 @@ class StartingPoints:
             attempt.facts.step = max(attempt.facts.step, found[0].step - 1)
         return found
 
-    def unheard(self, found: Sequence[RestorePoint]) -> Sequence[str]:
-        """Keepers that may hold what ``found`` lacks, where it has nothing that this job made."""
-        mine = any(point.attempt != FOREIGN_ATTEMPT for point in found)
-        return () if mine else self._group.silent()
+    def unheard(self, found: Sequence[RestorePoint], recorded: int) -> Sequence[str]:
+        """Keepers that may hold what ``found`` lacks of a job that did step ``recorded`` last: any
+        state that it made, or one of its last snapshots."""
+        best, every = newest_own(found), self._spec.snapshots.every
+        # The newest may have been on its way yet; the one before it is whole, as a rule.
+        enough = best is not None and best >= (recorded + 1) // every * every - every
+        return () if enough else self._group.silent()
 
     def lost(self, found: Sequence[RestorePoint], written: int) -> str:
         """Why ranks must not start from ``found``: they would train from the beginning what was
@@ -160,6 +163,11 @@ class StartingPoints:
         """Steps of those that are on this branch and weren't found damaged."""
         actions = list(actions)
         return {p.step for p in points if p not in self._refused and on_living_branch(p, actions)}
+
+
+def newest_own(points: Iterable[RestorePoint]) -> int | None:
+    """The newest step of those that this job has made."""
+    return max((p.step for p in points if p.attempt != FOREIGN_ATTEMPT), default=None)
 
 
 def _tier(found_in: str) -> str:

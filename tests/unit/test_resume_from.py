@@ -26,7 +26,7 @@ from orchestrator.spec.errors import SpecError, dotted
 from orchestrator.spec.job import JobSpec, parse_spec
 from parallel.layout import RankLayout
 from tests.unit.control_plane import ControlPlane
-from tests.unit.scripted_job import Make
+from tests.unit.scripted_job import Bench, Make
 
 LEFT = ("layers.1.mlp.down",)
 
@@ -68,6 +68,15 @@ def problems(of: JobSpec) -> list[str]:
     with pytest.raises(SpecError) as caught:
         check_resume_from(of, "job.yaml")
     return [str(problem) for problem in caught.value.problems]
+
+
+def far_from_its_checkpoint(bench: Make, **sections: Any) -> Bench:
+    """A job that has done 312 steps, with a checkpoint of step 12."""
+    job = bench(training={"steps": 1000}, **sections)
+    job.train(12)
+    job.ranks._write_checkpoint()
+    job.train(300)
+    return job
 
 
 class TestPlaces:
@@ -323,6 +332,61 @@ class TestNothingToStartFrom:
         job.ranks.held, job.ranks.unheard = held, ()
         job.step(1.0)
         assert len(job.ranks.attempts) == 2 and "paused" not in dict(job.settled().states)
+
+    def test_nor_far_back_while_one_may_have_what_was_trained_since(self, bench: Make) -> None:
+        job = far_from_its_checkpoint(bench)
+        held, job.ranks.held = job.ranks.held, []
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        for _ in range(5):
+            job.step(1.0)
+        told = job.settled()
+        assert len(job.ranks.attempts) == 1
+        (event,) = [e for e in told.events if e.kind == "keepers_awaited"]
+        assert "step 12" in event.message and "keeper-1" in event.message
+        job.ranks.held, job.ranks.unheard = held, ()
+        job.step(1.0)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (310, "memory")
+
+    def test_but_no_longer_than_to_train_that_again_takes(self, bench: Make) -> None:
+        job = far_from_its_checkpoint(bench)
+        job.ranks.held.clear()
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        # 300 steps of a tenth of a second.
+        for _ in range(29):
+            job.step(1.0)
+        assert len(job.ranks.attempts) == 1
+        for _ in range(3):
+            job.step(1.0)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (12, "disk")
+        job.ranks.unheard = ()
+        job.train(3)
+        assert job.settled().states[-1][0] == "running" and len(job.ranks.attempts) == 2
+
+    def test_nor_for_so_long_that_the_start_would_be_late(self, bench: Make) -> None:
+        job = far_from_its_checkpoint(bench, recovery={"init_timeout_s": 20})
+        job.ranks.held.clear()
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        for _ in range(13):
+            job.step(1.0)
+        job.train(3)
+        assert job.settled().states[-1][0] == "running" and len(job.ranks.attempts) == 2
+
+    def test_a_snapshot_that_may_have_been_on_its_way_is_not_waited_for(self, bench: Make) -> None:
+        job = bench()
+        job.train(18)
+        job.ranks.held = [key for key in job.ranks.held if key.step == 10]
+        job.ranks.unheard = ("keeper-1",)
+        job.ranks.lose(1)
+        job.step()
+        job.step()
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (10, "memory")
+        assert "keepers_awaited" not in [e.kind for e in job.settled().events]
 
     def test_a_job_that_has_not_trained_waits_for_nobody(self, bench: Make) -> None:
         job = bench()
