@@ -14,7 +14,8 @@ from orchestrator.controller.preemption import Preemption
 from orchestrator.controller.seen import Act, Seen
 from orchestrator.controller.waits import Waits
 from orchestrator.lifecycle import Cause
-from orchestrator.nodes.desk import NodeDesk, Sight
+from orchestrator.nodes.desk import NodeDesk
+from orchestrator.nodes.sight import Sight
 from orchestrator.placement.fair_queue import turns
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow

@@ -15,7 +15,8 @@ from typing import Literal
 
 from orchestrator.controller.seen import Seen
 from orchestrator.lifecycle import Cause, JobState
-from orchestrator.nodes.desk import NodeDesk, Sight
+from orchestrator.nodes.desk import NodeDesk
+from orchestrator.nodes.sight import Sight
 from orchestrator.placement.fair_queue import first, victims
 from orchestrator.recovery.controls import STOPS, Control, in_vain
 from orchestrator.store.database import Store

@@ -12,18 +12,16 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
 from orchestrator.nodes.notices import keeper_told, moves, not_the_nodes, resized, spare_told
-from orchestrator.placement.asks import Asks
+from orchestrator.nodes.sight import Sight
 from orchestrator.placement.placement import (
     Barred,
-    Fit,
     Mended,
     Need,
     NodeCapacity,
@@ -31,14 +29,12 @@ from orchestrator.placement.placement import (
     fill,
     fit,
     need_of,
-    ready_nodes,
     told_node,
     wish,
 )
 from orchestrator.placement.quarantine import (
     Accusation,
     Dismissed,
-    Quarantine,
     Shared,
     accused,
     barring,
@@ -61,45 +57,6 @@ FILL_EVERY_S = 2.0
 """Seconds between two looks for spares."""
 GIVEN_UP_S = 10.0
 """Seconds for which a job that gave up its spares looks for no others."""
-
-
-@dataclass(frozen=True)
-class Sight:
-    """Nodes and quarantines at one time."""
-
-    nodes: list[NodeCapacity]
-    quarantines: list[Quarantine]
-    now: float
-    _fits: dict[tuple[str, int], tuple[Asks, Fit]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    """Answers: a queue of thousands asks for few different things."""
-
-    @cached_property
-    def _unfit(self) -> frozenset[str]:
-        """Jobs that some node is left out for alone."""
-        return frozenset(entry.job for entry in self.quarantines if entry.kind == "unfit")
-
-    def told(self) -> object:
-        """All that it says, whenever it was looked at."""
-        active = [q for q in self.quarantines if q.active(self.now)]
-        return (self.nodes, active)
-
-    def barred(self, job: str) -> dict[str, Barred]:
-        """Nodes that ``job`` can't be given."""
-        return barring(self.quarantines, self.nodes, job, self.now)
-
-    def fit(self, row: JobRow) -> Fit:
-        """Whether a queued job can be given its nodes, now and ever."""
-        # As an object: comparing thousands of equal values is what a pass has no time for.
-        key = (row.id if row.id in self._unfit else "", id(row.asks))
-        known = self._fits.get(key)
-        if known is None:
-            asks, barred = row.asks, self.barred(row.id)
-            found = [fit(replace(asks.need, nodes=n), self.nodes, barred) for n in asks.counts]
-            answer = next((answer for answer in found if answer.now), found[0])
-            known = self._fits[key] = (asks, answer)
-        return known[1]
 
 
 class NodeDesk:
@@ -148,28 +105,13 @@ class NodeDesk:
     ) -> bool:
         """Whether a job would have what it waits for once ``others`` had given back their nodes,
         or only their ``spares``: its nodes in the queue, else those in place of lost ones."""
-        nodes = sight.nodes
-        back: dict[tuple[str, str], float] = {}
-        for other in others:
-            resource = other.asks.need.resource
-            for seat in other.nodes:
-                if seat.spare or not spares:
-                    key = (seat.node_id, resource)
-                    back[key] = back.get(key, 0.0) + seat.slots
-        freed = [
-            replace(
-                node,
-                free={
-                    k: min(node.total.get(k, 0.0), f + back.get((node.node_id, k), 0.0))
-                    for k, f in node.free.items()
-                },
-            )
-            for node in nodes
+        back = [
+            (other.asks.need.resource, seat)
+            for other in others
+            for seat in other.nodes
+            if seat.spare or not spares
         ]
-        need = need_of(row.spec)
-        count = self._short.get(row.id, need.nodes)
-        mine = {seat.node_id for seat in row.nodes}
-        return len(ready_nodes(need, freed, sight.barred(row.id), mine)) >= count
+        return sight.fits_with(row, back, self._short.get(row.id))
 
     def admit(self, row: JobRow, now: float) -> str:
         """Give a queued job its nodes; empty, or why it has to wait."""

@@ -1,0 +1,86 @@
+"""Nodes and quarantines as one pass sees them, and what jobs that wait would have of them.
+
+Promises: all answers of one sight are of the same moment; the store isn't asked for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.asks import Asks
+from orchestrator.placement.placement import (
+    Barred,
+    Fit,
+    NodeCapacity,
+    Resource,
+    fit,
+    ready_nodes,
+)
+from orchestrator.placement.quarantine import Quarantine, barring
+from orchestrator.store.rows import JobRow
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Nodes and quarantines at one time."""
+
+    nodes: list[NodeCapacity]
+    quarantines: list[Quarantine]
+    now: float
+    _fits: dict[tuple[str, int], tuple[Asks, Fit]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Answers: a queue of thousands asks for few different things."""
+
+    @cached_property
+    def _unfit(self) -> frozenset[str]:
+        """Jobs that some node is left out for alone."""
+        return frozenset(entry.job for entry in self.quarantines if entry.kind == "unfit")
+
+    def told(self) -> object:
+        """All that it says, whenever it was looked at."""
+        active = [q for q in self.quarantines if q.active(self.now)]
+        return (self.nodes, active)
+
+    def barred(self, job: str) -> dict[str, Barred]:
+        """Nodes that ``job`` can't be given."""
+        return barring(self.quarantines, self.nodes, job, self.now)
+
+    def fit(self, row: JobRow) -> Fit:
+        """Whether a queued job can be given its nodes, now and ever."""
+        # As an object: comparing thousands of equal values is what a pass has no time for.
+        key = (row.id if row.id in self._unfit else "", id(row.asks))
+        known = self._fits.get(key)
+        if known is None:
+            asks, barred = row.asks, self.barred(row.id)
+            found = [fit(replace(asks.need, nodes=n), self.nodes, barred) for n in asks.counts]
+            answer = next((answer for answer in found if answer.now), found[0])
+            known = self._fits[key] = (asks, answer)
+        return known[1]
+
+    def fits_with(
+        self, row: JobRow, back: Iterable[tuple[Resource, NodeSlot]], missing: int | None
+    ) -> bool:
+        """Whether a job would have what it waits for once these seats had been given ``back``:
+        the ``missing`` nodes in place of lost ones, or all of its own."""
+        more: dict[tuple[str, str], float] = {}
+        for resource, seat in back:
+            key = (seat.node_id, resource)
+            more[key] = more.get(key, 0.0) + seat.slots
+        freed = [
+            replace(
+                node,
+                free={
+                    k: min(node.total.get(k, 0.0), f + more.get((node.node_id, k), 0.0))
+                    for k, f in node.free.items()
+                },
+            )
+            for node in self.nodes
+        ]
+        need = row.asks.need
+        count = need.nodes if missing is None else missing
+        mine = {seat.node_id for seat in row.nodes}
+        return len(ready_nodes(need, freed, self.barred(row.id), mine)) >= count
