@@ -1,8 +1,8 @@
 """Which queued job is given nodes next, and what those that can't have them yet wait for.
 
 Promises: one job a pass is given nodes; who can't have them yet holds up those behind it, but who
-can never have them holds up nobody; a queue that nothing came of is not gone over again before
-something has changed that it depends on.
+can never have them, or not before the quarantine of some has ended, holds up nobody; a queue that
+nothing came of is not gone over again before something has changed that it depends on.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Admission:
             failed |= admitted is None
             if admitted is not None:
                 waiting.append(row)
-                ahead = row.id if sight.fit(row).ever else ""
+                ahead = row.id if sight.fit(row).once_free else ""
         self._waits.ahead = ahead
-        # Of those behind it nobody's place matters, but what can never fit holds up nobody.
+        # Of those behind it nobody's place matters; who holds up nobody is told what it waits for.
         behind: list[JobRow] = []
         for row in rows.values():
-            if sight.fit(row).ever:
+            if sight.fit(row).once_free:
                 behind.append(row)
                 continue
             admitted = self._turn(row, seen, partial(self._one, sight=sight, holding=()))
@@ -112,7 +112,7 @@ class Admission:
         if not missing:
             return True
         room = ""
-        if answer.ever:
+        if answer.once_free:
             room = self._preemption.make_room(row, holding, seen.asked, sight)
         self._waits.one(row, f"{missing}; {room}" if room else missing, now)
         return False

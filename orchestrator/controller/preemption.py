@@ -159,7 +159,7 @@ class Preemption:
             (row.ticket for row in holding),
             self._store.served_at(),
             # What runs does fit.
-            lambda t: rows[t.job].state.holds_nodes or sight.fit(rows[t.job]).ever,
+            lambda t: rows[t.job].state.holds_nodes or sight.fit(rows[t.job]).once_free,
         )
         return None if found is None else rows[found.job]
 

@@ -104,7 +104,7 @@ class NodeDesk:
         self, row: JobRow, others: Sequence[JobRow], sight: Sight, *, spares: bool = False
     ) -> bool:
         """Whether a job would have what it waits for once ``others`` had given back their nodes,
-        or only their ``spares``: its nodes in the queue, else those in place of lost ones."""
+        or only their ``spares``: what it may begin on, else nodes in place of lost ones."""
         back = [
             (other.asks.need.resource, seat)
             for other in others
@@ -116,12 +116,13 @@ class NodeDesk:
     def admit(self, row: JobRow, now: float) -> str:
         """Give a queued job its nodes; empty, or why it has to wait."""
         with self._placing:
-            need = need_of(row.spec)
+            asks = row.asks
+            need = asks.need
             nodes = self._capacities(now)
             barred = self._barred(row.id, nodes, now)
-            seats = place_some(need, counts_of(row.spec), nodes, barred)
+            seats = place_some(need, asks.counts, nodes, barred)
             if seats is None:
-                return fit(need, nodes, barred).reason
+                return fit(need, nodes, barred, asks.least).reason
             if refused := self._take(row, seats, now):
                 return f"needs {need}; Ray didn't grant {_told_nodes(refused)} yet"
             try:

@@ -50,22 +50,20 @@ class Sight:
         return barring(self.quarantines, self.nodes, job, self.now)
 
     def fit(self, row: JobRow) -> Fit:
-        """Whether a queued job can be given its nodes, now and ever."""
+        """Whether a queued job can be given nodes that it may begin on, now and ever."""
         # As an object: comparing thousands of equal values is what a pass has no time for.
         key = (row.id if row.id in self._unfit else "", id(row.asks))
         known = self._fits.get(key)
         if known is None:
             asks, barred = row.asks, self.barred(row.id)
-            found = [fit(replace(asks.need, nodes=n), self.nodes, barred) for n in asks.counts]
-            answer = next((answer for answer in found if answer.now), found[0])
-            known = self._fits[key] = (asks, answer)
+            known = self._fits[key] = (asks, fit(asks.need, self.nodes, barred, asks.least))
         return known[1]
 
     def fits_with(
         self, row: JobRow, back: Iterable[tuple[Resource, NodeSlot]], missing: int | None
     ) -> bool:
         """Whether a job would have what it waits for once these seats had been given ``back``:
-        the ``missing`` nodes in place of lost ones, or all of its own."""
+        the ``missing`` nodes in place of lost ones, or those that it needs to begin."""
         more: dict[tuple[str, str], float] = {}
         for resource, seat in back:
             key = (seat.node_id, resource)
@@ -80,7 +78,6 @@ class Sight:
             )
             for node in self.nodes
         ]
-        need = row.asks.need
-        count = need.nodes if missing is None else missing
+        count = row.asks.least if missing is None else missing
         mine = {seat.node_id for seat in row.nodes}
-        return len(ready_nodes(need, freed, self.barred(row.id), mine)) >= count
+        return len(ready_nodes(row.asks.need, freed, self.barred(row.id), mine)) >= count

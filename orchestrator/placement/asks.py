@@ -20,6 +20,11 @@ class Asks:
     """Numbers of nodes that it may run on, the most first."""
     preemptible: bool
 
+    @property
+    def least(self) -> int:
+        """Nodes without which it can't begin."""
+        return self.counts[-1]
+
 
 def asks_of(spec: JobSpec) -> Asks:
     """What a completed spec asks for; of specs that ask for the same it is one object."""

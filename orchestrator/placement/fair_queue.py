@@ -79,7 +79,8 @@ def first(
     served_at: Mapping[str, float],
     could_fit: Callable[[Ticket], bool],
 ) -> Ticket | None:
-    """Who of ``waiting`` is given nodes before all others; who can never fit holds up nobody."""
+    """Who of ``waiting`` is given nodes before all others; who could not have them, though nothing
+    else ran, holds up nobody."""
     return next((t for t in turns(waiting, holding, served_at) if could_fit(t)), None)
 
 

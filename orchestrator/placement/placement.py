@@ -62,6 +62,8 @@ class Fit:
     now: bool
     ever: bool
     """Could be met with the nodes there are, if nothing else ran and none were left out."""
+    once_free: bool
+    """Could be met with those that aren't left out, if nothing else ran."""
     reason: str = ""
 
 
@@ -96,28 +98,38 @@ def need_of(spec: JobSpec) -> Need:
     return Need(spec.num_nodes, slots_per_node(spec), resource, spec.resources.spares)
 
 
-def fit(need: Need, nodes: Sequence[NodeCapacity], barred: Mapping[str, Barred] = {}) -> Fit:
-    """Whether ``need`` can be met by ``nodes``, now and ever; of ``barred`` ones not now."""
+def fit(
+    need: Need,
+    nodes: Sequence[NodeCapacity],
+    barred: Mapping[str, Barred] = {},
+    least: int | None = None,
+) -> Fit:
+    """Whether ``need``, or what it asks on ``least`` nodes, can be met by ``nodes``, now and ever;
+    of ``barred`` ones not before they are left out no more."""
+    least = need.nodes if least is None else least
     able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
-    ready = ready_nodes(need, nodes, barred)
+    usable = [n for n in able if n.node_id not in barred]
+    needs = f"needs {need}{f', at least {least}' if least < need.nodes else ''}"
     unit = "GPUs" if need.resource == "GPU" else "CPU slots"
-    if len(able) < need.nodes:
+    if len(able) < least:
         most = max((n.total.get(need.resource, 0) for n in nodes), default=0)
         have = (
             f"the cluster has {len(able)} such of {len(nodes)}"
             if most >= need.slots
             else f"the largest of {len(nodes)} has {most:g}"
         )
-        return Fit(False, False, f"needs {need}; {have}")
-    if len(ready) < need.nodes:
-        out = [n for n in able if n.node_id in barred]
-        free = sorted(
-            (n.free.get(need.resource, 0) for n in able if n.node_id not in barred), reverse=True
-        )
-        listed = ", ".join(f"{f:g}" for f in free[:8]) or "0"
-        left_out = f"; {left_out_words(out, barred)}" if out else ""
-        return Fit(False, True, f"needs {need}; free now: {listed} {unit}{left_out}")
-    return Fit(True, True)
+        return Fit(False, False, False, f"{needs}; {have}")
+    out = [n for n in able if n.node_id in barred]
+    left_out = f"; {left_out_words(out, barred)}" if out else ""
+    if len(usable) < least:
+        # Nothing of what is free: it would be told anew whenever a job starts or ends.
+        have = f"{len(usable)} of {len(able)} such can be used"
+        return Fit(False, True, False, f"{needs}; {have}{left_out}")
+    if len(ready_nodes(need, nodes, barred)) < least:
+        free = sorted((n.free.get(need.resource, 0) for n in usable), reverse=True)
+        listed = ", ".join(f"{f:g}" for f in free[:8])
+        return Fit(False, True, True, f"{needs}; free now: {listed} {unit}{left_out}")
+    return Fit(True, True, True)
 
 
 def left_out_words(nodes: Sequence[NodeCapacity], barred: Mapping[str, Barred]) -> str:

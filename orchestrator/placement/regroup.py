@@ -44,9 +44,10 @@ def mend_some(
     """``placement.mend`` for the largest of ``counts`` for which there are nodes.
 
     Of a group that is smaller than it may be, more seats are filled; of one that can't be made
-    whole, some go. Short: of the first of ``counts``, where none of them can be had.
+    whole, some go. Short: of the least of ``counts``, where none of them can be had.
     """
-    first: Short | None = None
+    assert counts, "there is at least one"
+    short = Short(0, "")
     for count in counts:
         resized, missing = _resized(group, need, count, lost, barred)
         plan = mend(
@@ -65,9 +66,8 @@ def mend_some(
                 dropped=tuple(seat for seat in group if seat.bundle not in held),
                 moved=tuple(pair for pair in plan.moved if pair[0].bundle not in missing),
             )
-        first = first or plan
-    assert first is not None, "there is at least one count"
-    return first
+        short = plan
+    return short
 
 
 def _resized(

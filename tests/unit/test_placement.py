@@ -72,9 +72,9 @@ def test_spares_are_taken_where_they_are_free_and_hold_up_nobody() -> None:
 def test_a_node_left_out_is_named_with_why_and_is_no_reason_to_give_up() -> None:
     nodes = [node(1), node(2)]
     answer = fit(NEED, nodes, {"n2": OUT})
-    assert (answer.now, answer.ever) == (False, True)
+    assert (answer.now, answer.ever, answer.once_free) == (False, True, False)
     assert answer.reason == (
-        "needs 2 nodes with 4 CPU slots; free now: 4 CPU slots; "
+        "needs 2 nodes with 4 CPU slots; 1 of 2 such can be used; "
         "left out: 10.0.0.2 (n2) (replicas differed)"
     )
     assert place(NEED, nodes, {"n2"}) is None
