@@ -53,6 +53,8 @@ class Barred:
     reason: str
     may_stay: bool = True
     """Whether a job that is on it may go on there where no other node is free."""
+    slow: bool = False
+    """It is slow and nothing else: better than one node fewer."""
 
 
 @dataclass(frozen=True, slots=True)

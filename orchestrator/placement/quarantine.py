@@ -130,9 +130,10 @@ def barring(
             if mine and entry.active(now) and entry.concerns(node):
                 unusable = entry.kind in ("unfit", "preflight")
                 before = found.get(node.node_id)
-                if before is None or before.may_stay:
+                slow = entry.kind == "slow"
+                if before is None or before.slow or (before.may_stay and not slow):
                     # What makes it unusable counts, whatever else is held against it.
-                    found[node.node_id] = Barred(entry.reason, may_stay=not unusable)
+                    found[node.node_id] = Barred(entry.reason, not unusable, slow)
     return found
 
 

@@ -2,7 +2,8 @@
 
 With every start of its ranks a job gets as many nodes as it asks for, or else the largest number
 of nodes on which its replicas can share the batch (``spec.degrees.node_counts``). Promises:
-seats that can stay do; which of them go is decided by what is wrong with them, the lost ones first.
+seats that can stay do; which of them go is decided by what is wrong with them, the lost ones first;
+fewer nodes come before going on on one that corrupts what is trained or loses its ranks.
 """
 
 from __future__ import annotations
@@ -41,13 +42,16 @@ def mend_some(
     waits: bool = False,
     numbered: int = -1,
 ) -> Mended | Short:
-    """``placement.mend`` for the largest of ``counts`` for which there are nodes.
+    """``placement.mend`` for the largest of ``counts`` for which there are nodes, if need be slow
+    ones; where none does without barred ones, that which goes on on the fewest of them.
 
     Of a group that is smaller than it may be, more seats are filled; of one that can't be made
     whole, some go. Short: of the least of ``counts``, where none of them can be had.
     """
     assert counts, "there is at least one"
     short = Short(0, "")
+    best: Mended | None = None
+    fewest = 0
     for count in counts:
         resized, missing = _resized(group, need, count, lost, barred)
         plan = mend(
@@ -59,15 +63,21 @@ def mend_some(
             waits=waits,
             numbered=max(numbered, *(seat.bundle for seat in group), -1),
         )
-        if isinstance(plan, Mended):
+        if isinstance(plan, Short):
+            short = plan
+            continue
+        stayed = sum(not barred[seat.node_id].slow for seat in plan.stayed)
+        if best is None or stayed < fewest:
             held = {seat.bundle for seat in plan.nodes}
-            return replace(
+            fewest = stayed
+            best = replace(
                 plan,
                 dropped=tuple(seat for seat in group if seat.bundle not in held),
                 moved=tuple(pair for pair in plan.moved if pair[0].bundle not in missing),
             )
-        short = plan
-    return short
+        if not fewest:
+            break
+    return best or short
 
 
 def _resized(
@@ -80,9 +90,14 @@ def _resized(
     """The group with ``count`` working seats, and the bundles of those that are yet to be found."""
     working = [seat for seat in group if not seat.spare]
     spares = [seat for seat in group if seat.spare]
-    worst = sorted(
-        working, key=lambda s: (s.bundle not in lost, s.node_id not in barred, -working.index(s))
-    )
+
+    def good(seat: NodeSlot) -> int:
+        out = barred.get(seat.node_id)
+        if seat.bundle in lost:
+            return 0
+        return 4 if out is None else 3 if out.slow else 2 if out.may_stay else 1
+
+    worst = sorted(working, key=lambda seat: (good(seat), -working.index(seat)))
     gone = {seat.bundle for seat in worst[: max(0, len(working) - count)]}
     kept = [seat for seat in working if seat.bundle not in gone]
     fresh = max((seat.bundle for seat in group), default=-1) + 1

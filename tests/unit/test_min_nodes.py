@@ -16,7 +16,8 @@ from orchestrator.placement.placement import Barred, Mended, Need, NodeCapacity,
 from orchestrator.placement.regroup import mend_some
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.job import parse_spec
-from tests.unit.control_plane import ControlPlane, tell
+from tests.unit.control_plane import ControlPlane, tell, where
+from tests.unit.test_node_desk import incident
 
 BATCH = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
 
@@ -193,6 +194,65 @@ class TestNodes:
         with pytest.raises(RuntimeError, match="needs 1 other node"):
             plane.controller.next_attempt(job, 1, "a node died")
         assert plane.store.job(job).state is not JobState.FAILED
+
+
+class TestBadNode:
+    """A node that is quarantined, where no other is free to take its place."""
+
+    @pytest.mark.parametrize(
+        ("kind", "ranks", "evidence", "times"),
+        [
+            ("replica_disagreement", (4, 5, 6, 7), {"outvoted": 1.0}, 1),
+            ("rank_died", (4,), {}, 3),
+        ],
+    )
+    def test_fewer_nodes_come_before_going_on_on_it(
+        self,
+        tmp_path: Path,
+        kind: str,
+        ranks: tuple[int, ...],
+        evidence: dict[str, float],
+        times: int,
+    ) -> None:
+        plane = ControlPlane(tmp_path, 4, 4, 4)
+        batch = {**BATCH, "train_batch_size": 24}
+        job = elastic(plane, num_nodes=3, resources={"min_nodes": 2}, training=batch)
+        trains(plane, job)
+        for attempt in range(1, times + 1):
+            assert where(plane, job) == ["node0", "node1", "node2"]
+            seen = incident(plane, job, kind, *ranks, **evidence)
+            recovering = (JobState.RECOVERING, Cause.RANK_LOST)
+            tell(plane, job, incidents=(seen.to_json(),), transition=recovering)
+            plane.controller.next_attempt(job, attempt, kind)
+            tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+        assert where(plane, job) == ["node0", "node2"]
+        plane.steps(5, seconds=GROW_AFTER_S)
+        assert plane.supervisors.asked == [], "it doesn't want it back while it is left out"
+
+    GROUP = tuple(NodeSlot(f"node{i}", f"10.0.0.{i}", i, 4) for i in range(3))
+    CORRUPTS = Barred("replicas differed")
+    SLOW = Barred("is slow", slow=True)
+
+    @pytest.mark.parametrize(
+        ("out", "counts", "stands"),
+        [
+            ({"node1": CORRUPTS}, (3, 2), ["node0", "node2"]),
+            ({"node1": SLOW}, (3, 2), ["node0", "node1", "node2"]),
+            ({"node1": SLOW, "node2": CORRUPTS}, (3, 2), ["node0", "node1"]),
+            # None does without: as few of them as can be.
+            ({"node0": CORRUPTS, "node1": CORRUPTS}, (3, 2), ["node0", "node2"]),
+            ({"node1": CORRUPTS}, (3,), ["node0", "node1", "node2"]),
+        ],
+    )
+    def test_which_nodes_it_goes_on_on(
+        self, out: dict[str, Barred], counts: tuple[int, ...], stands: list[str]
+    ) -> None:
+        nodes = [NodeCapacity(seat.node_id, {"CPU": 4.0}, {"CPU": 0.0}) for seat in self.GROUP]
+        plan = mend_some(self.GROUP, Need(3, 4, "CPU"), counts, nodes, barred=out)
+        assert isinstance(plan, Mended)
+        assert [seat.node_id for seat in plan.nodes] == stands
+        dropped = {seat.node_id for seat in plan.dropped}
+        assert dropped == {seat.node_id for seat in self.GROUP} - set(stands)
 
 
 @settings(deadline=None, max_examples=150)

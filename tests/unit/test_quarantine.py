@@ -311,6 +311,10 @@ def test_what_only_one_job_cannot_use_is_left_to_others_and_failed_checks_allow_
     both = [quarantine("preflight"), quarantine("by_hand")]
     for order in (both, both[::-1]):
         assert not barring(order, NODES, "other", 50.0)["n1"].may_stay
+    assert barring([quarantine("slow")], NODES, "other", 50.0)["n1"].slow
+    both = [quarantine("slow"), quarantine("corruption")]
+    for order in (both, both[::-1]):
+        assert not barring(order, NODES, "other", 50.0)["n1"].slow
 
 
 def test_an_address_that_nodes_share_is_no_machines() -> None:
