@@ -98,7 +98,7 @@ class NodeDesk:
 
     def sight(self, now: float) -> Sight:
         """The nodes as they are now, for all decisions of a pass."""
-        return Sight(self._capacities(now), self._store.nodes.quarantines(), now)
+        return Sight(self._capacities(now), self._store.nodes.in_force(now), now)
 
     def fits_without(
         self, row: JobRow, others: Sequence[JobRow], sight: Sight, *, spares: bool = False
@@ -176,7 +176,7 @@ class NodeDesk:
         need = need_of(row.spec)
         shared: list[Shared] = []
         for case in cases:
-            barred = barring(self._store.nodes.quarantines(), nodes, row.id, now)
+            barred = barring(self._store.nodes.in_force(now), nodes, row.id, now)
             able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
             others = [n for n in able if n.node_id not in barred and n.node_id != case.node_id]
             found = self._store.nodes.accuse(
@@ -346,7 +346,7 @@ class NodeDesk:
             replace(row.asks.need, nodes=max(len(row.nodes), row.asks.need.nodes))
             for row in holding
         ]
-        barred = barring(self._store.nodes.quarantines(), nodes, "", now)
+        barred = barring(self._store.nodes.in_force(now), nodes, "", now)
         needs = [_with_spares(r.asks.need) for r in waiting]
         fewer = any(0 < len(row.nodes) < row.asks.need.nodes for row in holding)
         shapes = wish(needs, held, nodes, barred, short=bool(self._short) or fewer)
@@ -389,7 +389,7 @@ class NodeDesk:
     def _barred(
         self, job: str, nodes: Sequence[NodeCapacity | NodeSlot], now: float
     ) -> dict[str, Barred]:
-        return barring(self._store.nodes.quarantines(), nodes, job, now)
+        return barring(self._store.nodes.in_force(now), nodes, job, now)
 
     def _failed_checks(self, row: JobRow, addresses: dict[str, str]) -> list[Accusation]:
         """What preflight found of the attempt's nodes."""

@@ -59,7 +59,7 @@ class NodeRoll:
         for row in self._store.tended.seated():
             for seat in row.nodes:
                 held.setdefault(seat.node_id, []).append((row.id, seat.slots, seat.spare))
-        entries = [q for q in self._store.nodes.quarantines() if q.active(now)]
+        entries = self._store.nodes.in_force(now)
         views = []
         for node in nodes:
             mine = [q for q in entries if q.concerns(node)]
@@ -93,8 +93,8 @@ class NodeRoll:
         if node.quarantine is None:
             raise NodeNotFoundError(f"node {node.address or node.node_id[:8]} is not quarantined")
         seat = NodeCapacity(node.node_id, {}, {}, node.address)
-        for entry in self._store.nodes.quarantines():
-            if entry.active(now) and entry.concerns(seat):
+        for entry in self._store.nodes.in_force(now):
+            if entry.concerns(seat):
                 self._store.nodes.release(entry, by, now)
         return replace(node, quarantine=None)
 

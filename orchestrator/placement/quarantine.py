@@ -195,7 +195,8 @@ def judge(
     """What comes of an accusation.
 
     ``past``: all of those within the window, this one and all of its attempt's included;
-    ``quarantines``: all there ever were; ``others``: nodes that could take the seat; ``passed``:
+    ``quarantines``: those in force, those that the machine ever had, and those that the job has
+    cost within the window; ``others``: nodes that could take the seat; ``passed``:
     nodes of the attempt that preflight found nothing against; ``nodes``: those of the cluster
     that are large enough, 0 where that isn't known.
     """

@@ -1,8 +1,9 @@
 """Rows of what is held against nodes: accusations and quarantines.
 
 Promises: what an attempt shows of a node is stored once, with what comes of it, in one
-transaction; rows are never deleted, so that a node that comes back is known. Those that ended are
-kept; what is read back is bounded.
+transaction; rows are never deleted, so that a node that comes back is known. A quarantine is in
+force until it ends, however many came after it; of those that are over only what a decision is
+about is read.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ BY_CONTROLLER = "the controller, for other nodes failed alike"
 """Who releases a node of whom it turned out that it is not its fault."""
 AHEAD_S = 5.0
 """Seconds that the clock of who saw a fault may be ahead of ours."""
-REMEMBERED = 1000
-"""Newest quarantines that are read, beside those that nobody has released."""
 
 
 class NodeRecords:
@@ -41,10 +40,10 @@ class NodeRecords:
         self._writing = writing
         self._reading = reading
 
-    def quarantines(self) -> list[Quarantine]:
-        """All there were, oldest first, over ones included."""
+    def in_force(self, now: float) -> list[Quarantine]:
+        """The quarantines of this moment, oldest first."""
         with self._reading() as db:
-            return _quarantines(db)
+            return _quarantines(db, _in_force(now))
 
     def accuse(
         self,
@@ -77,7 +76,7 @@ class NodeRecords:
             past = [_accusation(row) for row in db.execute(recent).mappings()]
             known = {_shown(one) for one in past}
             past += [one for one in beside if _shown(one) not in known]
-            entries = _quarantines(db)
+            entries = _quarantines(db, _that_matters(case, since))
             found = judge(case, past, entries, config, others=others, passed=passed, nodes=nodes)
             if isinstance(found, Quarantine):
                 _add(db, found, case.attempt)
@@ -121,9 +120,9 @@ class NodeRecords:
 
 def look_again(db: Connection, job: str, now: float) -> None:
     """Nodes that couldn't run ``job`` are tried at once: whoever resumes it has seen to it."""
-    for entry in _quarantines(db):
-        if entry.kind == "unfit" and entry.job == job and entry.active(now):
-            _release(db, entry, "the job's resume", now, now)
+    mine = (quarantines.c.kind == "unfit") & (quarantines.c.job == job)
+    for entry in _quarantines(db, mine & _in_force(now)):
+        _release(db, entry, "the job's resume", now, now)
 
 
 def _add(db: Connection, entry: Quarantine, attempt: int) -> None:
@@ -179,14 +178,26 @@ def _spell(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _quarantines(db: Connection) -> list[Quarantine]:
-    newest = sa.select(quarantines.c.id).order_by(quarantines.c.id.desc()).limit(REMEMBERED)
-    # One that lasts until it is released does so however many came after it.
-    lasting = quarantines.c.until.is_(None) & quarantines.c.released_at.is_(None)
-    query = sa.select(quarantines).where(quarantines.c.id.in_(newest) | lasting)
+def _in_force(now: float) -> sa.ColumnElement[bool]:
+    """As ``Quarantine.active``."""
+    lasts = quarantines.c.until.is_(None) | (quarantines.c.until > now)
+    return quarantines.c.released_at.is_(None) & lasts
+
+
+def _that_matters(case: Accusation, since: float) -> sa.ColumnElement[bool]:
+    """What ``judge`` asks for: those in force, those that its machine ever had, and those that its
+    job has cost lately."""
+    machine = quarantines.c.node_id == case.node_id
+    if case.address:
+        machine |= quarantines.c.address == case.address
+    by_job = (quarantines.c.job == case.job) & (quarantines.c.since > since)
+    return _in_force(case.time) | machine | by_job
+
+
+def _quarantines(db: Connection, which: sa.ColumnElement[bool]) -> list[Quarantine]:
+    query = sa.select(quarantines).where(which).order_by(quarantines.c.id)
     names = [field.name for field in fields(Quarantine)]
-    rows = db.execute(query.order_by(quarantines.c.id)).mappings()
-    return [Quarantine(**{k: row[k] for k in names}) for row in rows]
+    return [Quarantine(**{k: row[k] for k in names}) for row in db.execute(query).mappings()]
 
 
 def _shown(case: Accusation) -> tuple[str, int, str, str]:

@@ -137,7 +137,7 @@ quarantines = Table(
     Column("job", String(80), nullable=False),
     Column("since", Float, nullable=False),
     # NULL: until somebody releases it.
-    Column("until", Float),
+    Column("until", Float, index=True),
     Column("released_at", Float),
     sqlite_autoincrement=True,
 )

@@ -442,7 +442,7 @@ def test_an_older_store_gets_what_it_lacks(tmp_path: Path, plane: ControlPlane) 
     spec = plane.store.job(plane.submit()).spec
     again.add_job("a-1", spec, "/a", "a.yaml", 1.0, by="ann", key="k")
     assert again.job("a-1").submitted_by == "ann"
-    assert again.nodes.quarantines() == []
+    assert again.nodes.in_force(plane.now) == []
     indexes = {found["name"] for found in sa.inspect(engine).get_indexes("jobs")}
     assert {"ix_jobs_by_submitted", "ix_jobs_submitted", "ix_jobs_by_granted"} <= indexes
 
