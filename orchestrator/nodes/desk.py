@@ -13,13 +13,15 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
-from orchestrator.nodes.notices import keeper_told, moves, not_the_nodes, resized, spare_told
+from orchestrator.nodes.notices import judged_told, keeper_told, moves, resized, spare_told
 from orchestrator.nodes.sight import Sight
+from orchestrator.placement.accusation import Accusation, accused, machine_addresses
 from orchestrator.placement.placement import (
     Barred,
     Mended,
@@ -32,14 +34,7 @@ from orchestrator.placement.placement import (
     told_node,
     wish,
 )
-from orchestrator.placement.quarantine import (
-    Accusation,
-    Dismissed,
-    Shared,
-    accused,
-    barring,
-    machine_addresses,
-)
+from orchestrator.placement.quarantine import Dismissed, barring
 from orchestrator.placement.regroup import counts_of, mend_some, place_some
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.database import Store
@@ -83,6 +78,8 @@ class NodeDesk:
         self._kept: dict[str, float] = {}
         self._reconciled = -math.inf
         self._wished: list[dict[str, float]] | None = None
+        self._settled: dict[str, tuple[int, ...]] = {}
+        """Up to which record what jobs show of their nodes was taken in."""
         self._short: dict[str, int] = {}
         """How many nodes jobs wait for in place of lost ones."""
         self._left: dict[str, list[NodeSlot]] = {}
@@ -161,39 +158,35 @@ class NodeDesk:
 
     def settle(self, row: JobRow, now: float) -> None:
         """Take in what the job's present attempt shows of its nodes; done again, it changes
-        nothing."""
-        nodes = self._groups.capacities()
-        addresses = machine_addresses(nodes)
-        drilled = self._store.past.events_of_attempt(row.id, row.attempt, "drill")
-        rehearsed = {e["detail"]["rank"] for e in drilled}
+        nothing, and a look tells that there is nothing new."""
+        mark = (row.attempt, *self._store.past.newest(row.id))
+        if self._settled.get(row.id) == mark:
+            return
         seen = self._store.past.incidents(row.id, row.attempt)
-        checks = self._failed_checks(row, addresses)
-        # Not where it stands now: some seats may have been replaced for what is told here.
-        seats = self._store.attempts.seats_of(row)
-        cases = [*accused(seen, seats, rehearsed, addresses, row.id), *checks]
-        working = {seat.node_id for seat in seats if not seat.spare}
-        passed = len(working - {case.node_id for case in checks})
-        need = need_of(row.spec)
-        shared: list[Shared] = []
-        for case in cases:
-            barred = barring(self._store.nodes.in_force(now), nodes, row.id, now)
-            able = [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
-            others = [n for n in able if n.node_id not in barred and n.node_id != case.node_id]
-            found = self._store.nodes.accuse(
-                case, self._config, len(others), beside=checks, passed=passed, nodes=len(able)
+        failed = self._store.past.events_of_attempt(row.id, row.attempt, "preflight_failed")
+        if seen or failed:
+            drilled = self._store.past.events_of_attempt(row.id, row.attempt, "drill")
+            rehearsed = {e["detail"]["rank"] for e in drilled}
+            nodes = self._groups.capacities()
+            addresses = machine_addresses(nodes)
+            checks = self._failed_checks(row, failed, addresses)
+            # Not where it stands now: some seats may have been replaced for what is told here.
+            seats = self._store.attempts.seats_of(row)
+            working = {seat.node_id for seat in seats if not seat.spare}
+            need = need_of(row.spec)
+            judged = self._store.nodes.accuse(
+                row.id,
+                [*accused(seen, seats, rehearsed, addresses, row.id), *checks],
+                self._config,
+                [n for n in nodes if n.total.get(need.resource, 0) >= need.slots],
+                now,
+                passed=len(working - {case.node_id for case in checks}),
+                tell=lambda judged: judged_told(judged, now),
             )
-            if isinstance(found, Shared):
-                shared.append(found)
-            if not isinstance(found, Dismissed):
-                continue
-            logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
-            if found.news:
-                where = f"{case.address} ({case.node_id[:8]})" if case.address else case.node_id[:8]
-                told = f"Node {where} is not quarantined: {found.why}."
-                detail = {"node_id": case.node_id}
-                self._store.note(row.id, EventDraft("node_kept", now, told, detail))
-        for told_of in not_the_nodes(shared, now):
-            self._store.note(row.id, told_of)
+            for case, found in judged:
+                if isinstance(found, Dismissed):
+                    logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
+        self._settled[row.id] = mark
 
     def mend(self, row: JobRow, now: float) -> str:
         """See to it that every rank of the job has a node; empty, or what it waits for.
@@ -336,6 +329,7 @@ class NodeDesk:
         self._kept.pop(row.id, None)
         self._short.pop(row.id, None)
         self._left.pop(row.id, None)
+        self._settled.pop(row.id, None)
 
     def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:
         """Tell the autoscaler what jobs wait for; it is told only when that changes."""
@@ -391,23 +385,23 @@ class NodeDesk:
     ) -> dict[str, Barred]:
         return barring(self._store.nodes.in_force(now), nodes, job, now)
 
-    def _failed_checks(self, row: JobRow, addresses: dict[str, str]) -> list[Accusation]:
+    def _failed_checks(
+        self, row: JobRow, events: Sequence[dict[str, Any]], addresses: dict[str, str]
+    ) -> list[Accusation]:
         """What preflight found of the attempt's nodes."""
-        found = []
-        for event in self._store.past.events_of_attempt(row.id, row.attempt, "preflight_failed"):
-            for node_id, failure in event["detail"]["failed"].items():
-                found.append(
-                    Accusation(
-                        node_id=node_id,
-                        address=addresses.get(node_id, ""),
-                        job=row.id,
-                        attempt=row.attempt,
-                        kind="unfit" if failure["for_this_job"] else "preflight",
-                        message=failure["reason"],
-                        time=event["time"],
-                    )
-                )
-        return found
+        return [
+            Accusation(
+                node_id=node_id,
+                address=addresses.get(node_id, ""),
+                job=row.id,
+                attempt=row.attempt,
+                kind="unfit" if failure["for_this_job"] else "preflight",
+                message=failure["reason"],
+                time=event["time"],
+            )
+            for event in events
+            for node_id, failure in event["detail"]["failed"].items()
+        ]
 
     def _tell_stayed(
         self, row: JobRow, plan: Mended, barred: dict[str, Barred], now: float

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from orchestrator.events import EventDraft
 from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.placement import Barred, Mended, told_node
-from orchestrator.placement.quarantine import Shared
+from orchestrator.placement.quarantine import Dismissed, Shared
+from orchestrator.store.nodes import Judged
 from orchestrator.store.rows import JobRow
 
 
@@ -56,7 +58,22 @@ def keeper_told(seat: NodeSlot, now: float) -> EventDraft:
     return EventDraft("keeper_started", now, message, {"node_id": seat.node_id})
 
 
-def not_the_nodes(found: Sequence[Shared], now: float) -> list[EventDraft]:
+def judged_told(judged: Sequence[Judged], now: float) -> list[EventDraft]:
+    """What a person is to know of accusations beside the quarantines that came of them."""
+    kept = [
+        (case, found.why) for case, found in judged if isinstance(found, Dismissed) and found.news
+    ]
+    shared = [found for _, found in judged if isinstance(found, Shared)]
+    return [*(_node_kept(case, why, now) for case, why in kept), *_not_the_nodes(shared, now)]
+
+
+def _node_kept(case: Accusation, why: str, now: float) -> EventDraft:
+    where = f"{case.address} ({case.node_id[:8]})" if case.address else case.node_id[:8]
+    message = f"Node {where} is not quarantined: {why}."
+    return EventDraft("node_kept", now, message, {"node_id": case.node_id})
+
+
+def _not_the_nodes(found: Sequence[Shared], now: float) -> list[EventDraft]:
     """What an attempt's nodes have in common failed its checks; told once for each of that."""
     told = []
     for look_at in dict.fromkeys(one.look_at for one in found):

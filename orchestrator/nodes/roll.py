@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.nodes.groups import NodeGroups
+from orchestrator.placement.accusation import machine_addresses
 from orchestrator.placement.placement import NodeCapacity
-from orchestrator.placement.quarantine import Quarantine, machine_addresses
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.store.database import Store
 
 

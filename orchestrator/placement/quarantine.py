@@ -1,44 +1,27 @@
 """Which nodes are not to be used for a while, and why. Pure.
 
-A node is accused by what its ranks did (``accused``), or by preflight; what is stored of that
-decides (``judge``). Promises: every quarantine has a reason; one that the controller decided has
-an end, and a longer one each time it comes back; a job can't cost a cluster its nodes, nor can
-the controller's own machine: where ranks of a job die on node after node, it is the job; what
+A node is accused by what its ranks did, or by preflight; what is stored of that decides
+(``Docket``). Promises: every quarantine has a reason; one that the controller decided has an end,
+and a longer one each time it comes back; a job can't cost a cluster its nodes, nor can the
+controller's own machine: where ranks of a job die on node after node, it is the job; what
 preflight says of most nodes alike is told of what they have in common, and costs that job alone
-its nodes; the only node that a job could run on is left in use, at least for other jobs.
+its nodes; the only node that a job could run on is left in use, at least for other jobs; what it
+takes grows with the nodes and with what is held against them, not with the one times the other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.accusation import Accusation, AccusationKind
 from orchestrator.placement.placement import Barred, NodeCapacity
 from orchestrator.spec.config import QuarantineConfig
 
-AccusationKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit"]
-"""``unfit``: it can't run this job, and others perhaps."""
 QuarantineKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit", "by_hand"]
-
-
-@dataclass(frozen=True, slots=True)
-class Accusation:
-    """What a job saw of a node."""
-
-    node_id: str
-    address: str
-    """Of the machine, so that it is known again under another id; empty where nodes share one."""
-    job: str
-    attempt: int
-    kind: AccusationKind
-    message: str
-    time: float
-    rehearsed: bool = False
-    """A drill did it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +53,12 @@ class Quarantine:
 
     def concerns(self, node: NodeCapacity | NodeSlot) -> bool:
         """Whether this is the machine: by Ray's id, or by its address after a restart."""
-        address = node.node_ip if isinstance(node, NodeSlot) else node.address
+        address = _address(node)
         return node.node_id == self.node_id or (bool(self.address) and address == self.address)
+
+    def keeps_out(self, job: str, now: float) -> bool:
+        """Whether it is in force, and ``job`` is not to be there for it."""
+        return self.active(now) and (self.kind != "unfit" or self.job == job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +84,16 @@ class Shared:
     """Those decided before it was known."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """That a check failed on most nodes."""
+
+    nodes: int
+    look_at: str
+    decided: tuple[Quarantine, ...]
+    """Before it was known, and not taken back yet."""
+
+
 _COMMON: tuple[tuple[str, str], ...] = (
     (r"\bclock\b", "the clock of the controller's machine"),
     (
@@ -116,166 +113,207 @@ _OF_THE_MACHINE = ("device", "matmul gave a wrong result", "FP8 cast gave a wron
 """Checks that no job and no other machine has a part in: two nodes may well fail them by chance."""
 
 
+class _ByMachine:
+    """Quarantines, found again by either of the names that a machine has."""
+
+    def __init__(self, entries: Iterable[Quarantine]) -> None:
+        self._entries: dict[int, Quarantine] = {}
+        self._named: dict[tuple[str, str], list[int]] = {}
+        self._next = 0
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Quarantine) -> None:
+        self._entries[self._next] = entry
+        for name in _names(entry.node_id, entry.address):
+            self._named.setdefault(name, []).append(self._next)
+        self._next += 1
+
+    def drop(self, entry: Quarantine) -> None:
+        for number in self._numbers(entry.node_id, entry.address):
+            if self._entries[number] == entry:
+                del self._entries[number]
+
+    def of(self, node_id: str, address: str) -> list[Quarantine]:
+        """In the order in which they came."""
+        return [self._entries[n] for n in self._numbers(node_id, address)]
+
+    def every(self) -> list[Quarantine]:
+        return list(self._entries.values())
+
+    def _numbers(self, node_id: str, address: str) -> list[int]:
+        found = {n for name in _names(node_id, address) for n in self._named.get(name, ())}
+        return sorted(found & self._entries.keys())
+
+
 def barring(
-    quarantines: Sequence[Quarantine],
+    quarantines: Iterable[Quarantine],
     nodes: Iterable[NodeCapacity | NodeSlot],
     job: str,
     now: float,
 ) -> dict[str, Barred]:
     """Nodes that ``job`` can't be given now, by id."""
+    against = _ByMachine(entry for entry in quarantines if entry.keeps_out(job, now))
     found: dict[str, Barred] = {}
     for node in nodes:
-        for entry in quarantines:
-            mine = entry.kind != "unfit" or entry.job == job
-            if mine and entry.active(now) and entry.concerns(node):
-                unusable = entry.kind in ("unfit", "preflight")
-                before = found.get(node.node_id)
-                slow = entry.kind == "slow"
-                if before is None or before.slow or (before.may_stay and not slow):
-                    # What makes it unusable counts, whatever else is held against it.
-                    found[node.node_id] = Barred(entry.reason, not unusable, slow)
+        for entry in against.of(node.node_id, _address(node)):
+            unusable = entry.kind in ("unfit", "preflight")
+            slow = entry.kind == "slow"
+            before = found.get(node.node_id)
+            if before is None or before.slow or (before.may_stay and not slow):
+                # What makes it unusable counts, whatever else is held against it.
+                found[node.node_id] = Barred(entry.reason, not unusable, slow)
     return found
 
 
-def accused(
-    incidents: Sequence[Incident],
-    nodes: Sequence[NodeSlot],
-    rehearsed: Collection[int],
-    addresses: Mapping[str, str],
-    job: str,
-) -> list[Accusation]:
-    """What the incidents of an attempt on ``nodes`` say of them, once a node and kind.
+class Docket:
+    """What is held against nodes, while the accusations of a job are judged one after the other."""
 
-    Accused is who alone can have done it: the nodes whose parameters were outvoted; the one
-    node whose ranks died, or hung, while those of others lived. An error that a rank raised is
-    the job's. ``rehearsed``: ranks that a drill struck; ``addresses``: of machines, by node id.
-    """
-    home = _homes(nodes)
-    found: dict[tuple[str, AccusationKind], Accusation] = {}
-    for incident in incidents:
-        where = list(dict.fromkeys(home[r] for r in incident.ranks if r in home))
-        kind: AccusationKind
-        if incident.kind == "replica_disagreement" and incident.evidence.get("outvoted"):
-            kind = "corruption"
-        elif incident.kind == "slow_rank":
-            kind = "slow"
-        elif incident.kind in ("rank_died", "rank_hung") and not incident.evidence.get("raised"):
-            kind = "ranks_lost"
-            if len(where) != 1:
-                continue
-        else:
-            continue
-        if len(where) == len(set(home.values())) > 1:
-            continue
-        for seat in where:
-            mine = [r for r in incident.ranks if home.get(r) == seat]
-            found[seat.node_id, kind] = Accusation(
-                node_id=seat.node_id,
-                address=addresses.get(seat.node_id, ""),
-                job=job,
-                attempt=incident.attempt,
-                kind=kind,
-                message=incident.message,
-                time=incident.time,
-                rehearsed=all(r in rehearsed for r in mine),
-            )
-    return list(found.values())
+    def __init__(
+        self,
+        job: str,
+        past: Sequence[Accusation],
+        quarantines: Iterable[Quarantine],
+        nodes: Sequence[NodeCapacity],
+        config: QuarantineConfig,
+        *,
+        now: float,
+        passed: int = 0,
+    ) -> None:
+        """``past``: accusations of ``window_s`` and those that are judged; ``quarantines``: those
+        in force, those that the machines ever had, and those that the job has cost within the
+        window; ``nodes``: those that are large enough for a seat of the job; ``passed``: nodes of
+        the attempt that preflight found nothing against."""
+        self._job = job
+        self._config = config
+        self._now = now
+        self._passed = passed
+        self._nodes = len(nodes)
+        self._past = past
+        self._by_check: dict[str, list[Accusation]] = {}
+        for one in past:
+            if one.kind == "preflight":
+                self._by_check.setdefault(check_of(one.message), []).append(one)
+        self._common: dict[str, _Common | None] = {}
+        self._against = _ByMachine(quarantines)
+        self._able: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for node in nodes:
+            for name in _names(node.node_id, node.address):
+                self._able.setdefault(name, []).append((node.node_id, node.address))
+        barred = barring(self._against.every(), nodes, job, now)
+        self._free = {node.node_id for node in nodes} - barred.keys()
 
+    def judge(self, case: Accusation) -> Quarantine | Shared | Dismissed:
+        """What comes of an accusation, which those that are judged after it know."""
+        found = self._judged(case)
+        if isinstance(found, Shared):
+            for entry in found.taken_back:
+                self._take_back(entry)
+        if not isinstance(found, Dismissed):
+            entry = found.entry if isinstance(found, Shared) else found
+            self._against.add(entry)
+            if entry.keeps_out(self._job, self._now):
+                self._free -= self._concerned(entry).keys()
+        return found
 
-def judge(
-    case: Accusation,
-    past: Sequence[Accusation],
-    quarantines: Sequence[Quarantine],
-    config: QuarantineConfig,
-    *,
-    others: int,
-    passed: int = 0,
-    nodes: int = 0,
-) -> Quarantine | Shared | Dismissed:
-    """What comes of an accusation.
+    def _take_back(self, entry: Quarantine) -> None:
+        self._against.drop(entry)
+        for node_id, address in self._concerned(entry).items():
+            others = self._against.of(node_id, address)
+            if not any(other.keeps_out(self._job, self._now) for other in others):
+                self._free.add(node_id)
 
-    ``past``: all of those within the window, this one and all of its attempt's included;
-    ``quarantines``: those in force, those that the machine ever had, and those that the job has
-    cost within the window; ``others``: nodes that could take the seat; ``passed``:
-    nodes of the attempt that preflight found nothing against; ``nodes``: those of the cluster
-    that are large enough, 0 where that isn't known.
-    """
-    machines = [q for q in quarantines if _same_machine(q, case)]
-    if any(q.active(case.time) and _holds(q, case.kind, case.job) for q in machines):
-        return Dismissed("it is quarantined for that already")
-    told = case.message.rstrip(". ")
-    if case.kind in ("ranks_lost", "corruption", "slow") and not others:
-        why = f"no other node has room for its ranks, so it stays in use ({told})"
-        return Dismissed(why, news=case.kind == "corruption")
-    if case.kind == "ranks_lost":
-        since = case.time - config.window_s
-        seen = [a for a in past if a.kind == case.kind and _same_machine(a, case)]
+    def _concerned(self, entry: Quarantine) -> dict[str, str]:
+        """Nodes that are the machine, with their addresses."""
+        names = _names(entry.node_id, entry.address)
+        return {node_id: at for name in names for node_id, at in self._able.get(name, ())}
+
+    def _judged(self, case: Accusation) -> Quarantine | Shared | Dismissed:
+        machines = self._against.of(case.node_id, case.address)
+        if any(q.active(case.time) and _holds(q, case.kind, case.job) for q in machines):
+            return Dismissed("it is quarantined for that already")
+        told = case.message.rstrip(". ")
+        others = bool(self._free - {case.node_id})
+        if case.kind in ("ranks_lost", "corruption", "slow") and not others:
+            why = f"no other node has room for its ranks, so it stays in use ({told})"
+            return Dismissed(why, news=case.kind == "corruption")
+        if case.kind == "ranks_lost":
+            lost = self._lost(case, machines)
+            if isinstance(lost, Dismissed):
+                return lost
+            told = f"ranks on it were lost {lost} times; the last time: {told}"
+        if case.kind == "preflight":
+            common = self._in_common(case)
+            if common is not None:
+                return self._shared(case, common, machines)
+            if not others:
+                why = f"{told}; no other node has room for {case.job}, and it is left out for it"
+                return _left_out(case, "unfit", f"{why} alone", machines, self._config)
+        return _left_out(case, case.kind, told, machines, self._config)
+
+    def _lost(self, case: Accusation, machines: Sequence[Quarantine]) -> int | Dismissed:
+        """Attempts within the window in which the machine lost ranks, where they are enough."""
+        since = case.time - self._config.window_s
+        seen = [a for a in self._past if a.kind == case.kind and _same_machine(a, case)]
         attempts = {(a.job, a.attempt) for a in seen if since < a.time <= case.time}
-        if len(attempts) < config.ranks_lost:
-            return Dismissed(f"{len(attempts)} of quarantine.ranks_lost = {config.ranks_lost}")
-        elsewhere = [
-            q
-            for q in quarantines
-            if q.kind == case.kind and q.job == case.job and q.since > since and q not in machines
-        ]
-        if elsewhere:
+        if len(attempts) < self._config.ranks_lost:
+            enough = self._config.ranks_lost
+            return Dismissed(f"{len(attempts)} of quarantine.ranks_lost = {enough}")
+        if any(
+            q.kind == case.kind and q.job == case.job and q.since > since and q not in machines
+            for q in self._against.every()
+        ):
             why = "ranks of this job died on another node as often: it is the job"
             return Dismissed(why, news=True)
-        told = f"ranks on it were lost {len(attempts)} times; the last time: {told}"
-    if case.kind == "preflight":
-        alike = _alike(case, past, passed, nodes)
-        if alike:
-            return _shared(case, alike, quarantines, machines, config)
-        if not others:
-            why = f"{told}; no other node has room for {case.job}, and it is left out for it alone"
-            return _left_out(case, "unfit", why, machines, config)
-    return _left_out(case, case.kind, told, machines, config)
+        return len(attempts)
+
+    def _in_common(self, case: Accusation) -> _Common | None:
+        """What most nodes have in common of which the same is said as of that of ``case``; None
+        where it is alone with it, or they are few."""
+        check = check_of(case.message)
+        if check not in self._common:
+            alike = self._said_of_most(case, check)
+            self._common[check] = self._common_of(case, check, alike) if alike else None
+        return self._common[check]
+
+    def _said_of_most(self, case: Accusation, check: str) -> list[Accusation]:
+        """The accusations that say the same of most nodes: of those that the job had, or of the
+        cluster's."""
+        alike = self._by_check.get(check, [])
+        of_itself = check.startswith(_OF_THE_MACHINE)
+        if _machines(alike) > max(2 if of_itself else 1, self._nodes / 2):
+            return alike
+        if of_itself:
+            return []
+        mine = [a for a in alike if a.job == case.job]
+        return mine if _machines(mine) > max(1, self._passed) else []
+
+    def _common_of(self, case: Accusation, check: str, alike: Sequence[Accusation]) -> _Common:
+        shown = {(a.job, a.time, *name) for a in alike for name in _names(a.node_id, a.address)}
+        decided = [
+            q
+            for q in self._against.every()
+            if q.kind == case.kind
+            and q.active(case.time)
+            and any((q.job, q.since, *name) in shown for name in _names(q.node_id, q.address))
+        ]
+        look_at = next(what for pattern, what in _COMMON if re.search(pattern, check))
+        return _Common(_machines(alike), look_at, tuple(decided))
+
+    def _shared(self, case: Accusation, common: _Common, machines: Sequence[Quarantine]) -> Shared:
+        """``machines``: as for ``_left_out``."""
+        why = (
+            f"{case.message.rstrip('. ')}; {common.nodes} nodes failed alike, so it is left out "
+            f"for {case.job} alone: look at {common.look_at}"
+        )
+        entry = _left_out(case, "unfit", why, machines, self._config)
+        self._common[check_of(case.message)] = replace(common, decided=())
+        return Shared(entry, common.nodes, common.look_at, common.decided)
 
 
 def check_of(message: str) -> str:
     """Which check of preflight a failure's reason tells of, without what it measured."""
     return re.sub(r"[\w.:/]*\d[\w.:/]*", "#", message.partition(": ")[0])
-
-
-def _alike(
-    case: Accusation, past: Sequence[Accusation], passed: int, nodes: int
-) -> list[Accusation]:
-    """The accusations that say of most nodes what ``case`` says of its own: of those that the job
-    had, or of the cluster's; none where it is alone with it, or they are few."""
-    check = check_of(case.message)
-    alike = [a for a in past if a.kind == case.kind and check_of(a.message) == check]
-    mine = [a for a in alike if a.job == case.job]
-    of_itself = check.startswith(_OF_THE_MACHINE)
-    if nodes and _machines(alike) > max(2 if of_itself else 1, nodes / 2):
-        return alike
-    if of_itself:
-        return []
-    return mine if _machines(mine) > max(1, passed) else []
-
-
-def _shared(
-    case: Accusation,
-    alike: Sequence[Accusation],
-    quarantines: Sequence[Quarantine],
-    machines: Sequence[Quarantine],
-    config: QuarantineConfig,
-) -> Shared:
-    """``alike``: the accusations that say the same; ``machines``: as for ``_left_out``."""
-    look_at = next(what for pattern, what in _COMMON if re.search(pattern, check_of(case.message)))
-    count = _machines(alike)
-    why = (
-        f"{case.message.rstrip('. ')}; {count} nodes failed alike, so it is left out for "
-        f"{case.job} alone: look at {look_at}"
-    )
-    by_these = [
-        q
-        for q in quarantines
-        if q.kind == case.kind
-        and q.active(case.time)
-        and any(a.job == q.job and a.time == q.since and _same_machine(q, a) for a in alike)
-    ]
-    entry = _left_out(case, "unfit", why, machines, config)
-    return Shared(entry, count, look_at, tuple(by_these))
 
 
 def _left_out(
@@ -303,16 +341,13 @@ def _left_out(
     )
 
 
-def machine_addresses(nodes: Sequence[NodeCapacity]) -> dict[str, str]:
-    """Addresses by node id, where an address is that of one node alone: there it is a machine's."""
-    every = [node.address for node in nodes]
-    return {n.node_id: n.address for n in nodes if n.address and every.count(n.address) == 1}
+def _address(node: NodeCapacity | NodeSlot) -> str:
+    return node.node_ip if isinstance(node, NodeSlot) else node.address
 
 
-def _homes(nodes: Sequence[NodeSlot]) -> dict[int, NodeSlot]:
-    """Rank → the seat it has; ranks fill nodes in order."""
-    seats = [seat for seat in nodes if not seat.spare for _ in range(seat.slots)]
-    return dict(enumerate(seats))
+def _names(node_id: str, address: str) -> list[tuple[str, str]]:
+    """By which a machine is known."""
+    return [("id", node_id), *([("address", address)] if address else [])]
 
 
 def _same_machine(entry: Quarantine | Accusation, case: Accusation) -> bool:

@@ -8,20 +8,16 @@ about is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from orchestrator.events import EventDraft
-from orchestrator.placement.quarantine import (
-    Accusation,
-    Dismissed,
-    Quarantine,
-    Shared,
-    judge,
-)
+from orchestrator.placement.accusation import Accusation
+from orchestrator.placement.placement import NodeCapacity
+from orchestrator.placement.quarantine import Dismissed, Docket, Quarantine, Shared
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.engine import Reads, Writes
 from orchestrator.store.rows import add_event, stored_job
@@ -31,6 +27,12 @@ BY_CONTROLLER = "the controller, for other nodes failed alike"
 """Who releases a node of whom it turned out that it is not its fault."""
 AHEAD_S = 5.0
 """Seconds that the clock of who saw a fault may be ahead of ours."""
+
+
+Judged = tuple[Accusation, Quarantine | Shared | Dismissed]
+"""An accusation, and what came of it."""
+MOST_MACHINES = 500
+"""Of which is asked at once: a statement takes so many values."""
 
 
 class NodeRecords:
@@ -47,45 +49,46 @@ class NodeRecords:
 
     def accuse(
         self,
-        case: Accusation,
+        job: str,
+        cases: Sequence[Accusation],
         config: QuarantineConfig,
-        others: int,
+        nodes: Sequence[NodeCapacity],
+        now: float,
         *,
-        beside: Sequence[Accusation] = (),
         passed: int = 0,
-        nodes: int = 0,
-    ) -> Quarantine | Shared | Dismissed:
-        """Store what an attempt shows of a node, and what comes of it with its event.
+        tell: Callable[[Sequence[Judged]], Sequence[EventDraft]] = lambda judged: (),
+    ) -> list[Judged]:
+        """Store what an attempt of ``job`` shows of nodes, what comes of it, and what there is to
+        ``tell`` of that: all or nothing.
 
-        Told again it changes nothing. ``beside``: what the attempt shows besides, stored or not;
-        the numbers are those of ``judge``.
+        Told again it changes nothing, and nobody waits for it. The others are ``Docket``'s.
         """
-        same = (
-            accusations.c.job == case.job,
-            accusations.c.attempt == case.attempt,
-            accusations.c.node_id == case.node_id,
-            accusations.c.kind == case.kind,
-        )
+        with self._reading() as db:
+            if not _new(db, job, cases):
+                return []
         with self._writing() as db:
-            if db.execute(sa.select(accusations.c.id).where(*same)).first() is not None:
-                return Dismissed("it is stored already")
-            row = {**asdict(case), "rehearsed": int(case.rehearsed)}
-            db.execute(sa.insert(accusations).values(row))
-            since = case.time - config.window_s
+            new = _new(db, job, cases)
+            if not new:
+                return []
+            rows = [{**asdict(case), "rehearsed": int(case.rehearsed)} for case in new]
+            db.execute(sa.insert(accusations), rows)
+            since = min(case.time for case in new) - config.window_s
             recent = sa.select(accusations).where(accusations.c.time > since)
             past = [_accusation(row) for row in db.execute(recent).mappings()]
-            known = {_shown(one) for one in past}
-            past += [one for one in beside if _shown(one) not in known]
-            entries = _quarantines(db, _that_matters(case, since))
-            found = judge(case, past, entries, config, others=others, passed=passed, nodes=nodes)
-            if isinstance(found, Quarantine):
-                _add(db, found, case.attempt)
-            elif isinstance(found, Shared):
-                _add(db, found.entry, case.attempt)
-                for entry in found.taken_back:
-                    # As from its beginning: the next one is no longer for it.
-                    _release(db, entry, BY_CONTROLLER, entry.since, case.time)
-            return found
+            entries = _that_matter(db, job, new, since)
+            docket = Docket(job, past, entries, nodes, config, now=now, passed=passed)
+            judged = [(case, docket.judge(case)) for case in new]
+            for case, found in judged:
+                if isinstance(found, Quarantine):
+                    _add(db, found, case.attempt)
+                elif isinstance(found, Shared):
+                    _add(db, found.entry, case.attempt)
+                    for entry in found.taken_back:
+                        # As from its beginning: the next one is no longer for it.
+                        _release(db, entry, BY_CONTROLLER, entry.since, case.time)
+            for event in tell(judged):
+                add_event(db, job, new[0].attempt, event)
+            return judged
 
     def quarantine(self, entry: Quarantine, jobs: Sequence[tuple[str, int]]) -> None:
         """Store one that a person asked for; ``jobs``: (job, attempt) that are told of it."""
@@ -184,25 +187,45 @@ def _in_force(now: float) -> sa.ColumnElement[bool]:
     return quarantines.c.released_at.is_(None) & lasts
 
 
-def _that_matters(case: Accusation, since: float) -> sa.ColumnElement[bool]:
-    """What ``judge`` asks for: those in force, those that its machine ever had, and those that its
-    job has cost lately."""
-    machine = quarantines.c.node_id == case.node_id
-    if case.address:
-        machine |= quarantines.c.address == case.address
-    by_job = (quarantines.c.job == case.job) & (quarantines.c.since > since)
-    return _in_force(case.time) | machine | by_job
+def _new(db: Connection, job: str, cases: Sequence[Accusation]) -> list[Accusation]:
+    """Those that aren't stored, each once."""
+    columns = (accusations.c.attempt, accusations.c.node_id, accusations.c.kind)
+    attempts = {case.attempt for case in cases}
+    query = sa.select(*columns).where(accusations.c.job == job, columns[0].in_(attempts))
+    stored = {tuple(row) for row in db.execute(query)} if cases else set()
+    shown = {(case.attempt, case.node_id, case.kind): case for case in reversed(cases)}
+    return [case for what, case in reversed(shown.items()) if what not in stored]
+
+
+def _that_matter(
+    db: Connection, job: str, cases: Sequence[Accusation], since: float
+) -> list[Quarantine]:
+    """What a ``Docket`` asks for, oldest first."""
+    by_job = (quarantines.c.job == job) & (quarantines.c.since > since)
+    found = _numbered(db, _in_force(min(case.time for case in cases)) | by_job)
+    for first in range(0, len(cases), MOST_MACHINES):
+        some = cases[first : first + MOST_MACHINES]
+        named = sa.or_(
+            quarantines.c.node_id.in_({case.node_id for case in some}),
+            quarantines.c.address.in_({case.address for case in some if case.address}),
+        )
+        # What other jobs could not use is nothing to it.
+        found |= _numbered(
+            db, named & ((quarantines.c.kind != "unfit") | (quarantines.c.job == job))
+        )
+    return [entry for _, entry in sorted(found.items())]
 
 
 def _quarantines(db: Connection, which: sa.ColumnElement[bool]) -> list[Quarantine]:
+    """Oldest first."""
+    return list(_numbered(db, which).values())
+
+
+def _numbered(db: Connection, which: sa.ColumnElement[bool]) -> dict[int, Quarantine]:
     query = sa.select(quarantines).where(which).order_by(quarantines.c.id)
     names = [field.name for field in fields(Quarantine)]
-    return [Quarantine(**{k: row[k] for k in names}) for row in db.execute(query).mappings()]
-
-
-def _shown(case: Accusation) -> tuple[str, int, str, str]:
-    """What is stored once."""
-    return case.job, case.attempt, case.node_id, case.kind
+    rows = db.execute(query).mappings()
+    return {row["id"]: Quarantine(**{k: row[k] for k in names}) for row in rows}
 
 
 def _accusation(row: sa.RowMapping) -> Accusation:

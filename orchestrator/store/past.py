@@ -46,6 +46,15 @@ class PastRecords:
             rows = db.execute(query).mappings()
             return [{**row, "detail": json.loads(row["detail"])} for row in rows]
 
+    def newest(self, job: str) -> tuple[int, int]:
+        """The ``id`` of the newest event and of the newest incident; 0 where there is none."""
+        with self._reading() as db:
+            last = [
+                db.execute(sa.select(sa.func.max(of.c.id)).where(of.c.job == job)).scalar_one()
+                for of in (events, incidents)
+            ]
+        return last[0] or 0, last[1] or 0
+
     def newest_event(self, job: str, kinds: Sequence[str]) -> dict[str, Any] | None:
         """The last event of any of ``kinds``; None where there is none."""
         return next(iter(self.newest_events(job, kinds, 1)), None)

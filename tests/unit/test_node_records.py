@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from orchestrator.placement.quarantine import Accusation, AccusationKind, Quarantine
+from orchestrator.placement.accusation import Accusation, AccusationKind
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.tables import quarantines
 from tests.unit.control_plane import ControlPlane
@@ -30,7 +31,9 @@ def accuse(
     case = Accusation(
         f"node{node}", f"10.0.0.{node + 1}", job, attempt, kind, "It is bad", plane.now
     )
-    return plane.store.nodes.accuse(case, CONFIG, 1)
+    nodes = plane.groups.capacities()
+    ((_, found),) = plane.store.nodes.accuse(job, [case], CONFIG, nodes, plane.now)
+    return found
 
 
 def many(plane: ControlPlane, entry: Quarantine) -> None:

@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.accusation import Accusation, accused, machine_addresses
 from orchestrator.placement.placement import NodeCapacity
 from orchestrator.placement.quarantine import (
-    Accusation,
     Dismissed,
+    Docket,
     Quarantine,
     Shared,
-    accused,
     barring,
     check_of,
-    judge,
-    machine_addresses,
 )
 from orchestrator.spec.config import QuarantineConfig
 
@@ -84,16 +82,29 @@ def case(kind: str = "ranks_lost", time: float = 0.0, **changes: Any) -> Accusat
     return replace(base, **changes)
 
 
+def cluster(size: int) -> list[NodeCapacity]:
+    """n1, n2 and so on."""
+    return [NodeCapacity(f"n{i}", {}, {}, f"10.0.0.{i}") for i in range(1, size + 1)]
+
+
 def judged(
     accusation: Accusation,
     *past: Accusation,
     before: tuple[Quarantine, ...] = (),
-    others: int = 2,
+    nodes: int = 40,
     passed: int = 0,
-    nodes: int = 0,
 ) -> Quarantine | Shared | Dismissed:
     every = (*past, accusation)
-    return judge(accusation, every, before, CONFIG, others=others, passed=passed, nodes=nodes)
+    docket = Docket(
+        accusation.job,
+        every,
+        before,
+        cluster(nodes),
+        CONFIG,
+        now=accusation.time,
+        passed=passed,
+    )
+    return docket.judge(accusation)
 
 
 def test_a_node_is_left_out_when_its_ranks_were_lost_often_enough_in_the_window() -> None:
@@ -138,11 +149,11 @@ def test_corruption_and_failed_checks_count_at_once() -> None:
 
 
 def test_a_node_that_nothing_could_replace_stays_in_use_unless_it_failed_its_checks() -> None:
-    answer = judged(case("corruption"), others=0)
+    answer = judged(case("corruption"), nodes=1)
     assert isinstance(answer, Dismissed) and answer.news
     assert "no other node has room" in answer.why
     # Then it is left to other jobs: their own preflight tells them.
-    entry = judged(case("preflight"), others=0)
+    entry = judged(case("preflight"), nodes=1)
     assert isinstance(entry, Quarantine)
     assert (entry.kind, entry.until) == ("unfit", CONFIG.unfit_s)
     assert entry.reason == (
@@ -338,7 +349,7 @@ def test_jobs_that_lose_ranks_everywhere_never_cost_more_nodes_than_there_are_jo
             time=now, job=job, attempt=attempt, node_id=seat.node_id, address=seat.node_ip
         )
         recent = [a for a in past if a.time > now - CONFIG.window_s]
-        answer = judge(accusation, [*recent, accusation], entries, CONFIG, others=2)
+        answer = judged(accusation, *recent, before=tuple(entries), nodes=3)
         past.append(accusation)
         if isinstance(answer, Quarantine):
             entries.append(answer)
@@ -366,7 +377,8 @@ def test_a_check_that_fails_never_costs_other_jobs_more_nodes_than_it_passed(
         cases = [checked(i, attempt=attempt, time=now) for i in sorted(group & bad)]
         past += cases
         for one in cases:
-            answer = judge(one, past, entries, CONFIG, others=7, passed=passed)
+            others = [a for a in past if a != one]
+            answer = judged(one, *others, before=tuple(entries), passed=passed)
             if isinstance(answer, Shared):
                 back = answer.taken_back
                 entries = [replace(q, released_at=q.since) if q in back else q for q in entries]

@@ -13,13 +13,10 @@ from launch.step_part import merged, part_of
 from monitoring.config import DetectionConfig
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
-from orchestrator.placement.quarantine import (
-    Dismissed,
-    Quarantine,
-    QuarantineConfig,
-    accused,
-    judge,
-)
+from orchestrator.placement.accusation import accused
+from orchestrator.placement.placement import NodeCapacity
+from orchestrator.placement.quarantine import Dismissed, Docket, Quarantine
+from orchestrator.spec.config import QuarantineConfig
 from orchestrator.supervision.stragglers import Slow, Stragglers, incident_of, slow_nodes
 from tests.unit.scripted_job import Make, Script, spec
 
@@ -139,9 +136,11 @@ def test_a_slow_node_that_is_to_be_replaced_is_quarantined_where_there_is_anothe
     (case,) = accused([incident()], NODES, (), {}, "job")
     assert (case.node_id, case.kind) == ("node1", "slow")
     config = QuarantineConfig()
-    found = judge(case, [case], [], config, others=1)
+    nodes = [NodeCapacity(seat.node_id, {}, {}) for seat in reversed(NODES)]
+    found = Docket("job", [case], [], nodes, config, now=5.0).judge(case)
     assert isinstance(found, Quarantine) and found.until == 5.0 + config.slow_s
-    assert isinstance(judge(case, [case], [], config, others=0), Dismissed)
+    alone = Docket("job", [case], [], nodes[:1], config, now=5.0)
+    assert isinstance(alone.judge(case), Dismissed)
 
 
 class TestSupervision:
