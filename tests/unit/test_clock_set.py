@@ -23,7 +23,9 @@ from orchestrator.events import EventDraft
 from orchestrator.instant import Instant
 from orchestrator.lifecycle import JobState
 from orchestrator.nodes.desk import FILL_EVERY_S, KEEPERS_EVERY_S, UNWILLING_S
-from orchestrator.placement.quarantine import Accusation, Dismissed, Quarantine
+from orchestrator.placement.accusation import Accusation
+from orchestrator.placement.placement import NodeCapacity
+from orchestrator.placement.quarantine import Dismissed, Quarantine
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import END_TIMEOUT_S
@@ -296,10 +298,11 @@ class TestQuarantines:
         config = QuarantineConfig()
 
         def lost(attempt: int) -> object:
-            told = Accusation(
-                "node0", "", job, attempt, "ranks_lost", "rank 0 died", float(plane.clock())
-            )
-            return nodes.accuse(told, config, 1)
+            now = float(plane.clock())
+            told = Accusation("node0", "", job, attempt, "ranks_lost", "rank 0 died", now)
+            there = [NodeCapacity(name, {"CPU": 2}, {"CPU": 2}) for name in ("node0", "node1")]
+            ((_, found),) = nodes.accuse(job, [told], config, there, now)
+            return found
 
         plane.set_by = YEAR
         for attempt in range(1, config.ranks_lost):

@@ -225,10 +225,10 @@ class TestPass:
     ) -> None:
         plane = queue(30)
         asked: list[object] = []
-        import orchestrator.nodes.desk as desk
+        import orchestrator.nodes.sight as sight
 
-        fit = desk.fit
-        monkeypatch.setattr(desk, "fit", lambda *a: asked.append(a[0]) or fit(*a))
+        fit = sight.fit
+        monkeypatch.setattr(sight, "fit", lambda *a: asked.append(a[0]) or fit(*a))
         plane.submit("new")
         plane.steps(1)
         # One for the queue, and one where the first of it is to be placed.
