@@ -135,13 +135,20 @@ def read_small(path: Path) -> bytes:
 
 
 def complete_file(folder: Path, name: str) -> RankFile | None:
-    """What ``write_rank_file`` says of a file that is there in full; else None."""
+    """What ``write_rank_file`` says of a file that is there in full; else None.
+
+    Raises OSError where the storage doesn't say.
+    """
     path = folder / name
     try:
         told = json.loads(read_small(_note(path)))
         file = RankFile(told["name"], told["nbytes"], told["digest"])
         return file if path.stat().st_size == file.nbytes else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except OSError as error:
+        if not is_absent(error):
+            raise
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

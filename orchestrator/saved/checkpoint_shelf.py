@@ -7,11 +7,14 @@ looked at is never taken for what isn't there. No pass waits for files to be del
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.checkpoint_files import is_absent
 from launch.checkpoints import (
     AttemptOverError,
     Checkpoint,
@@ -37,7 +40,19 @@ STORAGE_S = 300.0
 """Seconds that a storage which fails, or can't be looked at, is waited for where work would be lost
 otherwise."""
 
+AGAIN_S = 5.0
+"""Seconds between two tries to make a checkpoint of what is written."""
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncommitted:
+    """A step that all ranks have written, while the storage fails to make it a checkpoint."""
+
+    report: SnapshotReport
+    since: float
+    tried: float
 
 
 class CheckpointShelf:
@@ -61,6 +76,7 @@ class CheckpointShelf:
         self._book = WriteBook()
         self._undertaker = Undertaker(self._job_dir)
         self._rolled_back: list[int] = []
+        self._uncommitted: dict[WrittenStep, _Uncommitted] = {}
         self._newest: RestorePoint | None = None
         self._damaged: dict[Path, str] = {}
         self._news: list[tuple[Path, str]] = []
@@ -153,6 +169,8 @@ class CheckpointShelf:
             if not on_living_branch(step, actions):
                 writing.lost = True
                 self._rolled_back.append(step.step)
+                if self._uncommitted.pop(step, None) is not None:
+                    self._give_back(step)
 
     def rolled_back(self) -> list[int]:
         """Steps that were being written, and are lost to a way back, since this was last asked."""
@@ -162,30 +180,65 @@ class CheckpointShelf:
     def forget(self) -> None:
         """Files of an attempt that is over are never completed."""
         self._book.clear()
+        self._uncommitted.clear()
 
     def commit(self, report: SnapshotReport, actions: Iterable[Action] = ()) -> str:
         """Make the step a checkpoint; "" when it is one, else what went wrong.
 
         ``actions`` of the job say which checkpoints aren't of use to it any more.
         """
-        actions = tuple(actions)
+        try:
+            self._commit(report, tuple(actions))
+        except (IncompleteCheckpointError, AttemptOverError, OSError) as error:
+            return self._not_made(report, error)
+        return ""
+
+    def commit_in_time(
+        self, report: SnapshotReport, actions: Iterable[Action], now: float
+    ) -> str | None:
+        """``commit``, but None where the storage fails in a way that may pass: the files, which
+        all ranks have written, stay, and ``retry`` makes the checkpoint of them or gives up."""
         step = written_step(report)
         try:
-            commit_checkpoint(
-                self._job_dir,
-                report.step,
-                report.attempt,
-                range(self._world_size),
-                timeline=report.timeline,
-                num_to_keep=self._num_to_keep,
-                run=self._run,
-                living=lambda checkpoint: on_living_branch(checkpoint, actions),
-            )
-        except (IncompleteCheckpointError, AttemptOverError, OSError) as error:
-            logger.warning("checkpoint of step %d: %s", report.step, error)
-            self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
-            self._give_back(step)
-            return str(error)
+            self._commit(report, tuple(actions))
+        except OSError as error:
+            since = self._uncommitted[step].since if step in self._uncommitted else now
+            if not _may_pass(error) or now - since >= STORAGE_S:
+                return self._not_made(report, error)
+            logger.warning("checkpoint of step %d isn't made yet: %s", report.step, error)
+            self._uncommitted[step] = _Uncommitted(report, since, now)
+            return None
+        except (IncompleteCheckpointError, AttemptOverError) as error:
+            return self._not_made(report, error)
+        return ""
+
+    def retry(self, actions: Iterable[Action], now: float) -> list[tuple[int, str]]:
+        """What came of steps that waited for the storage: each with ``commit``'s answer."""
+        told = []
+        for waiting in [w for w in self._uncommitted.values() if now - w.tried >= AGAIN_S]:
+            answer = self.commit_in_time(waiting.report, actions, now)
+            if answer is not None:
+                told.append((waiting.report.step, answer))
+        return told
+
+    @property
+    def awaits_storage(self) -> bool:
+        """Whether a step that all ranks have written is no checkpoint yet."""
+        return bool(self._uncommitted)
+
+    def _commit(self, report: SnapshotReport, actions: Sequence[Action]) -> None:
+        step = written_step(report)
+        commit_checkpoint(
+            self._job_dir,
+            report.step,
+            report.attempt,
+            range(self._world_size),
+            timeline=report.timeline,
+            num_to_keep=self._num_to_keep,
+            run=self._run,
+            living=lambda checkpoint: on_living_branch(checkpoint, actions),
+        )
+        self._uncommitted.pop(step, None)
         self._book.close(step)
         path = str(checkpoint_folder(self._job_dir, report.step))
         self._newest = RestorePoint(report.step, "disk", report.attempt, report.timeline, path)
@@ -193,7 +246,14 @@ class CheckpointShelf:
             let_go(*self._held)
             self._held = None
         self._bury()
-        return ""
+
+    def _not_made(self, report: SnapshotReport, error: Exception) -> str:
+        step = written_step(report)
+        logger.warning("checkpoint of step %d: %s", report.step, error)
+        self.failed = (report.step, f"no checkpoint of step {report.step}: {error}")
+        self._uncommitted.pop(step, None)
+        self._give_back(step)
+        return str(error)
 
     def points(self) -> list[RestorePoint]:
         """What an attempt could start from, on any number of ranks.
@@ -265,3 +325,8 @@ class CheckpointShelf:
 
     def _bury(self) -> None:
         self._undertaker.call(self._attempt)
+
+
+def _may_pass(error: OSError) -> bool:
+    """Whether a storage that says so may take in a minute what it refuses now, by itself."""
+    return not is_absent(error) and error.errno not in (errno.ENOSPC, errno.EDQUOT)

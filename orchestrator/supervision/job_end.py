@@ -15,6 +15,7 @@ from orchestrator.events import Notice
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.recovery.controls import Control
 from orchestrator.recovery.last_steps import missed
+from orchestrator.saved.checkpoint_shelf import STORAGE_S
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import ranks_told
 from orchestrator.supervision.ending import Ending, unsaved, why_no_checkpoint
@@ -94,7 +95,8 @@ class JobEnd:
         # A rank's last reports come before its end, and may have come since the pass began.
         complete = attempt.facts.step + 1 >= steps and not job.shelf.waiting()
         complete = complete and self._inbox.empty
-        return complete or now - attempt.ended_since > DRAIN_S
+        patience = STORAGE_S if job.shelf.awaits_storage else DRAIN_S
+        return complete or now - attempt.ended_since > patience
 
     def complete(self, ended: Sequence[RankEnd]) -> None:
         """All steps are done."""

@@ -60,6 +60,8 @@ class ReportReader:
     def read(self, now: float) -> None:
         """Reports, in the order in which they came; others' attempts are refused."""
         job = self._job
+        for step, failed in job.shelf.retry(job.attempt.facts.actions, now):
+            job.journal.happened(notices.checkpoint(step, failed), now)
         for report in self._inbox.drain():
             attempt = job.attempt
             if job.phase is Phase.OVER or report.attempt != attempt.facts.attempt:
@@ -80,9 +82,10 @@ class ReportReader:
                     attempt.book.add(report, attempt.facts.timeline)
                 case SnapshotReport(tier="disk"):
                     job.saves.written(report, now)
-                    if job.shelf.add(report, attempt.facts.actions):
-                        failed = job.shelf.commit(report, attempt.facts.actions)
-                        job.journal.happened(notices.checkpoint(report.step, failed), now)
+                    if job.shelf.add(report, actions := attempt.facts.actions):
+                        answer = job.shelf.commit_in_time(report, actions, now)
+                        if answer is not None:
+                            job.journal.happened(notices.checkpoint(report.step, answer), now)
                     job.tell_rolled_back(now)
                 case SnapshotReport():
                     if attempt.copies.add(report):

@@ -6,11 +6,12 @@ import errno
 
 import pytest
 
+from launch.checkpoints import list_checkpoints
 from launch.commands import CopyFailed
 from orchestrator.saved.checkpoint_shelf import STORAGE_S
 from orchestrator.supervision.phases import Phase
 from tests.unit.control_plane import ControlPlane
-from tests.unit.scripted_job import Bench, Make
+from tests.unit.scripted_job import Bench, Make, Script
 from tests.unit.storage_away import Storage
 from tests.unit.test_checkpoint_shelf import shelf_of, written
 from tests.unit.test_rescue import RestingJob
@@ -132,6 +133,82 @@ class TestSupervisor:
         job.ranks._write_checkpoint()
         job.step()
         assert job.settled().event("checkpoint_written").detail["step"] == 14
+
+
+class TestCommit:
+    """All ranks have written; the storage is away as the supervisor makes a checkpoint of it."""
+
+    def written_while_away(self, job: Bench, storage: Storage, number: int) -> None:
+        job.ranks._write_checkpoint()
+        storage.number = number
+        job.step()
+        assert not job.supervision._job.shelf.failed and job.supervision._job.shelf.waiting()
+
+    def test_what_all_ranks_have_written_is_a_checkpoint_once_it_is_back(
+        self, bench: Make, storage: Storage, answer: int
+    ) -> None:
+        job = bench()
+        job.train(12)
+        self.written_while_away(job, storage, answer)
+        job.train(60)
+        assert "checkpoint" not in " ".join(e.kind for e in job.settled().events)
+        storage.number = 0
+        for _ in range(6):
+            job.step(1.0)
+        assert job.settled().event("checkpoint_written").detail["step"] == 12
+        assert [c.step for c in list_checkpoints(job.controller.job_dir)] == [12]
+
+    def test_the_last_one_is_waited_for_and_the_job_is_done(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench(training={"steps": 12})
+        job.train(12)
+        self.written_while_away(job, storage, errno.EIO)
+        job.ranks.finish("no word of the disk")
+        for _ in range(10):
+            job.step(10.0)
+        assert job.supervision.phase is Phase.TRAINING, "neither failed nor restarted"
+        storage.number = 0
+        job.step(10.0)
+        job.step()
+        assert job.controller.states[-1] == ("succeeded", "STEPS_DONE")
+
+    def test_where_it_stays_away_that_is_told_and_the_files_are_given_back(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench()
+        job.train(12)
+        self.written_while_away(job, storage, errno.EIO)
+        for _ in range(int(STORAGE_S / 10) + 2):
+            job.train(1)
+            job.step(10.0)
+        told = job.settled().event("checkpoint_failed")
+        assert told.detail["step"] == 12 and "Input/output error" in told.message
+
+    def test_a_disk_that_is_full_gets_its_space_back_at_once(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks._write_checkpoint()
+        storage.number = errno.ENOSPC
+        job.step()
+        assert job.settled().event("checkpoint_failed").detail["step"] == 12
+
+    def test_what_the_job_goes_back_from_meanwhile_is_told_and_made_no_checkpoint(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench(Script(spike=lambda _, batch: batch == 42))
+        job.train(40)
+        self.written_while_away(job, storage, errno.EIO)
+        job.train(3)
+        assert job.settled().actions[-1].to_step == 35
+        storage.number = 0
+        for _ in range(10):
+            job.train(1)
+            job.step(1.0)
+        assert "went back" in job.settled().event("checkpoint_failed").message
+        assert list_checkpoints(job.controller.job_dir) == []
 
 
 class TestShelf:
