@@ -61,7 +61,9 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
         and not blames_a_peer(end)
     ]
     evidence = {"raised": 1.0} if own_errors else {}
-    if own_errors and all(_is_outside(end) for end in own_errors):
+    # Of a job that has never trained it is the spec rather, with a path that is not there.
+    trained = facts.step >= 0
+    if own_errors and trained and all(_is_outside(end) for end in own_errors):
         evidence[OUTSIDE] = 1.0
     ranks = tuple(end.rank for end in causes)
     if absent := {rank for end in causes for rank in _absent(end)}:

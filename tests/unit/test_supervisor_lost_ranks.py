@@ -206,14 +206,19 @@ class TestLostRanks:
         incident = job.controller.actions[0].incidents[0]
         assert incident.ranks == (0,) and "reset by peer" in incident.message
 
+    @pytest.mark.parametrize(
+        "error", [ValueError("no such layer"), DataAwayError("/typo does not exist")]
+    )
     def test_an_error_of_the_ranks_themselves_fails_the_job_the_second_time(
-        self, bench: Make
+        self, bench: Make, error: Exception
     ) -> None:
         job = bench()
         for _ in range(2):
             job.step()
             for rank in range(WORLD):
-                job.ranks.fail(rank, ValueError("no such layer"))
+                cause = failure_of(rank, 0, error, {})
+                job.ranks.fail(rank, cause)
+                job.ranks.ends[rank] = replace(job.ranks.ends[rank], error=in_one_line(cause))
             job.step()
             job.step(BLAME_S)
         assert job.controller.kinds() == ["restart", "fail"]
