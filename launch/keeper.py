@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ from launch.state_header import ranks_of
 
 Result = TypeVar("Result")
 
+ASKED = "asked"
+"""Ray's concurrency group of what is asked of a keeper."""
 REPLICATED_KEPT = 2
 """The newest step on partners may still be on its way there; the one before it is whole."""
 
@@ -53,8 +56,8 @@ class Inventory:
 class Keeper:
     """Snapshots by (job, rank, attempt, timeline, step) in this process' memory.
 
-    Run as a Ray actor (``ray.remote(Keeper)``), one a node, which takes the node's whole
-    bundle of the placement group; a plain object in tests.
+    Run as a Ray actor (``keeper_class``), one a node, which takes the node's whole bundle of
+    the placement group; a plain object in tests.
     """
 
     def __init__(self, keep: int = 4, name: str = "") -> None:
@@ -165,6 +168,29 @@ class Keeper:
     def _forget(self, held: dict[SnapshotKey, StoredSnapshot], key: SnapshotKey) -> None:
         del held[key]
         self._replicated.discard(key)
+
+
+@cache
+def keeper_class() -> Any:
+    """``Keeper`` for Ray. Who asks what it holds, or whether it is there, has threads of his own:
+    the puts of all ranks of a node and of its partner, seconds each where states are large, take
+    all others, and a keeper that is late to answer counts as one that holds nothing."""
+    import ray
+
+    of_their_own = ray.method(concurrency_group=ASKED)
+
+    class OnRay(Keeper):
+        @of_their_own
+        def ping(self) -> bool:
+            return super().ping()
+
+        @of_their_own
+        def inventory(self, job: str) -> Inventory:
+            return super().inventory(job)
+
+    # Its processes are known by their titles.
+    OnRay.__name__, OnRay.__qualname__ = Keeper.__name__, Keeper.__qualname__
+    return ray.remote(concurrency_groups={ASKED: 2})(OnRay)
 
 
 def _given_up(older: SnapshotKey, newer: SnapshotKey) -> bool:

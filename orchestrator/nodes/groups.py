@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.keeper import Inventory
+from launch.keeper import Inventory, keeper_class
 from launch.rank_errors import in_one_line
 from launch.snapshots import SnapshotKey
 from orchestrator.node_slot import NodeSlot
@@ -334,12 +334,9 @@ def _end_ranks(keepers: Sequence[Any]) -> None:
 
 
 def _start_keeper(job: str, seat: NodeSlot, group: Any, resource: Resource, keep: int) -> None:
-    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from launch.keeper import Keeper
-
-    keeper = ray.remote(Keeper).options(
+    keeper = keeper_class().options(
         name=keeper_actor(job, seat.bundle),
         namespace=NAMESPACE,
         lifetime="detached",

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import ray
 
 from launch.commands import Command, RankResult, Stop
 from launch.digests import digest_of
-from launch.keeper import Keeper
+from launch.keeper import Inventory, Keeper, keeper_class
 from launch.keeper_clients import KeeperHandles
 from launch.node_calls import NAMESPACE, Call, call_all
 from launch.rank_group import Seat
@@ -187,6 +188,26 @@ def test_a_keeper_that_died_leaves_its_node_within_reach(group: WorkerGroup) -> 
     elsewhere = Call(seat.node_id, dead, own_pid)
     answers = call_all([elsewhere], 60.0, here="another node")
     assert not answers.silent and answers.values[seat.node_id] not in (pid, os.getpid())
+
+
+def until_there(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_a_keeper_says_what_it_holds_while_all_its_threads_are_at_work(
+    local_ray: None, tmp_path: Path
+) -> None:
+    keeper, end = keeper_class().options(num_cpus=0, max_concurrency=2).remote(), tmp_path / "end"
+    work = [keeper.call.remote(until_there, end) for _ in range(4)]
+    try:
+        asked = [keeper.ping.remote(), keeper.inventory.remote(JOB)]
+        assert ray.get(asked, timeout=60.0) == [True, Inventory({}, 0)]
+        assert not ray.wait(work, timeout=0)[0]
+        end.touch()
+        ray.get(work)
+    finally:
+        ray.kill(keeper)
 
 
 def test_stacks_are_taken_of_what_sleeps_and_of_what_is_stopped(

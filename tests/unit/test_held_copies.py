@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from launch.commands import RestorePoint
 from launch.held_copies import HeldCopies
-from launch.keeper import Inventory
+from launch.keeper import Inventory, Keeper, keeper_class
 from launch.rank_group import Seat
 from launch.snapshots import SnapshotKey
 
@@ -105,3 +105,16 @@ def test_a_keeper_that_is_silent_is_told_apart_from_one_that_has_died(
     said["k1"] = said["k0"]
     copies.ask(["k0", "k1"])
     assert copies.silent == ()
+
+
+def test_what_a_keeper_is_asked_does_not_queue_behind_the_puts_of_large_states() -> None:
+    made = keeper_class().__ray_metadata__
+    assert made.method_meta.concurrency_group_for_methods == {"ping": "asked", "inventory": "asked"}
+    assert made.concurrency_groups == {"asked": 2}
+    # As it is sent to the node; known there by its title.
+    loaded = ray.cloudpickle.loads(ray.cloudpickle.dumps(made.modified_class))
+    keeper = loaded(4, "keeper")
+    assert isinstance(keeper, Keeper) and made.class_name == "Keeper"
+    assert keeper.ping() and keeper.inventory("job") == Inventory({}, 0)
+    # A plain one stays as it is.
+    assert not hasattr(Keeper.ping, "__ray_concurrency_group__")
