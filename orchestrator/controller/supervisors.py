@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 SILENCE_S = 60.0
 """Seconds without an answer after which a supervisor counts as lost."""
 STARTING_S = 240.0
-"""The same before its first answer: its process has to start first, and many may at once."""
+"""The same before its first answer to this controller: its process has to start first, and many
+may at once; of one that a controller before this one started there is no telling how far it is."""
 
 
 class Presence(Enum):
@@ -44,6 +45,8 @@ class LastWords:
     """One line, as ``ValueError: …``; empty when nothing is known."""
     raised: bool = False
     """It raised that itself; False: its process ended."""
+    begun: bool = True
+    """False: nobody has told it to run."""
 
 
 class Supervisors(Protocol):
@@ -79,7 +82,7 @@ class _Known:
     ping: Any | None = None
     asked_at: float = 0.0
     answered: bool = False
-    """Since this process knows it; one that was found by its name has begun long ago."""
+    """Since this process knows it."""
     words: LastWords = field(default_factory=LastWords)
 
 
@@ -141,7 +144,11 @@ class RaySupervisors:
             known.words = LastWords(_first_line(error))
             return Presence.DONE
         # Whose `run` we called may not have entered it yet when it answers.
-        return Presence.WORKING if going or known.run is not None else Presence.DONE
+        if going or known.run is not None:
+            return Presence.WORKING
+        # The call of `run` is lost with a controller that dies before the process is up.
+        known.words = LastWords(begun=going is not None)
+        return Presence.DONE
 
     def last_words(self, job: str) -> LastWords:
         known = self._known.get(job)
@@ -178,7 +185,7 @@ class RaySupervisors:
                 actor = ray.get_actor(supervisor_actor(job), namespace=NAMESPACE)
             except ValueError:
                 return None
-            self._known[job] = _Known(actor, None, answered=True)
+            self._known[job] = _Known(actor, None)
         return self._known[job]
 
     def _end_of(self, job: str, run: Any) -> LastWords:

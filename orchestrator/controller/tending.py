@@ -82,6 +82,9 @@ class Tending:
         if presence is Presence.DONE:
             words = self._supervisors.last_words(row.id)
             self._supervisors.kill(row.id)
+            if not words.begun:
+                # Nothing was lost with it: the next pass starts another one.
+                return True
             # What it told last may have come since the pass began.
             if self._store.job(row.id).state is not row.state:
                 return True

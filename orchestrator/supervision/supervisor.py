@@ -100,7 +100,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._supervision: Supervision | None = None
         self._stop_reason: str | None = None
-        self._going = False
+        self._going: bool | None = None
 
     def run(self, resume: ResumeState) -> None:
         """Run the job to a terminal or paused state, which is reported before this returns."""
@@ -152,8 +152,8 @@ class Supervisor:
         if self._supervision is not None:
             self._supervision.restocking.stand_ready(spares)
 
-    def ping(self) -> bool:
-        """Whether ``run`` is going."""
+    def ping(self) -> bool | None:
+        """Whether ``run`` is going; None: it was never called."""
         return self._going
 
     def status(self) -> dict[str, object]:

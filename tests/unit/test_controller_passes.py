@@ -433,3 +433,15 @@ def test_fit_says_what_is_missing_in_numbers(need: Need, now: bool, ever: bool, 
 
 def test_a_cluster_without_nodes_fits_nothing() -> None:
     assert "largest of 0 has 0" in fit(Need(1, 1, "CPU"), []).reason
+
+
+def test_a_supervisor_that_nobody_told_to_run_costs_no_restart(plane: ControlPlane) -> None:
+    job = plane.submit()
+    plane.steps(2)
+    plane.supervisors.done.add(job)
+    plane.supervisors.words = LastWords(begun=False)
+    plane.controller = plane.new_controller()
+    plane.steps(2)
+    assert plane.store.past.actions(job) == []
+    assert plane.state(job) == "starting"
+    assert [resume.attempt for resume in plane.supervisors.started] == [1, 2]

@@ -12,6 +12,7 @@ from ray.exceptions import RayTaskError
 from orchestrator.controller.supervisors import (
     SILENCE_S,
     STARTING_S,
+    LastWords,
     Presence,
     RaySupervisors,
     _Known,
@@ -19,7 +20,7 @@ from orchestrator.controller.supervisors import (
 from orchestrator.protocol import FencedError
 from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.outbox import ControllerUnreachableError
-from orchestrator.supervision.supervisor import RayController
+from orchestrator.supervision.supervisor import RayController, Supervisor
 
 
 def controller_that_raised(cause: Exception, patch: pytest.MonkeyPatch) -> RayController:
@@ -70,3 +71,40 @@ def test_a_supervisor_that_has_yet_to_start_is_waited_for_longer_than_one_that_f
     supervisors._known["job"] = _Known(actor, "run")
     assert supervisors.look("job", 0.0) is Presence.WORKING
     assert supervisors.look("job", STARTING_S + 1.0) is Presence.DONE
+
+
+def test_one_that_another_controller_started_may_be_starting_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: set[str] = set()
+    monkeypatch.setattr(
+        ray, "wait", lambda asked, timeout: ([a for a in asked if a in answers], [])
+    )
+    monkeypatch.setattr(ray, "get", lambda reference: True)
+    actor = SimpleNamespace(ping=SimpleNamespace(remote=lambda: "ping"))
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
+    supervisors = RaySupervisors(object)
+    assert supervisors.look("job", 0.0) is Presence.WORKING
+    assert supervisors.look("job", STARTING_S) is Presence.WORKING
+    answers.add("ping")
+    assert supervisors.look("job", STARTING_S) is Presence.WORKING
+    answers.clear()
+    assert supervisors.look("job", STARTING_S) is Presence.WORKING
+    assert supervisors.look("job", STARTING_S + SILENCE_S + 1.0) is Presence.DONE
+
+
+@pytest.mark.parametrize(("answer", "begun"), [(False, True), (None, False)])
+def test_one_that_nobody_told_to_run_is_told_apart_from_one_that_ended(
+    monkeypatch: pytest.MonkeyPatch, answer: bool | None, begun: bool
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda asked, timeout: (asked, []))
+    monkeypatch.setattr(ray, "get", lambda reference: answer)
+    actor = SimpleNamespace(ping=SimpleNamespace(remote=lambda: "ping"))
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
+    supervisors = RaySupervisors(object)
+    assert supervisors.look("job", 0.0) is Presence.DONE
+    assert supervisors.last_words("job") == LastWords(begun=begun)
+
+
+def test_a_supervisor_has_not_begun_before_it_is_told_to_run() -> None:
+    assert Supervisor().ping() is None
