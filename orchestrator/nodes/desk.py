@@ -169,18 +169,20 @@ class NodeDesk:
             rehearsed = {e["detail"]["rank"] for e in drilled}
             nodes = self._groups.capacities()
             addresses = machine_addresses(nodes)
-            checks = self._failed_checks(row, failed, addresses)
             # Not where it stands now: some seats may have been replaced for what is told here.
             seats = self._store.attempts.seats_of(row)
-            working = {seat.node_id for seat in seats if not seat.spare}
+            window = failed[-1]["time"] - self._config.window_s if failed else 0.0
             need = need_of(row.spec)
             judged = self._store.nodes.accuse(
                 row.id,
-                [*accused(seen, seats, rehearsed, addresses, row.id), *checks],
+                [
+                    *accused(seen, seats, rehearsed, addresses, row.id),
+                    *self._failed_checks(row, failed, addresses),
+                ],
                 self._config,
                 [n for n in nodes if n.total.get(need.resource, 0) >= need.slots],
                 now,
-                passed=len(working - {case.node_id for case in checks}),
+                checks=self._store.nodes.checks(row.id, row.attempt, window) if failed else (),
                 tell=lambda judged: judged_told(judged, now),
             )
             for case, found in judged:

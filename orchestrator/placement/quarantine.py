@@ -18,6 +18,7 @@ from typing import Literal
 
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation, AccusationKind
+from orchestrator.placement.checks import Checked, check_of
 from orchestrator.placement.placement import Barred, NodeCapacity
 from orchestrator.spec.config import QuarantineConfig
 
@@ -178,16 +179,16 @@ class Docket:
         config: QuarantineConfig,
         *,
         now: float,
-        passed: int = 0,
+        checks: Sequence[Checked] = (),
     ) -> None:
         """``past``: accusations of ``window_s`` and those that are judged; ``quarantines``: those
         in force, those that the machines ever had, and those that the job has cost within the
-        window; ``nodes``: those that are large enough for a seat of the job; ``passed``: nodes of
-        the attempt that preflight found nothing against."""
+        window; ``nodes``: those that are large enough for a seat of the job; ``checks``: what
+        preflight came to in the job's attempts within the window."""
         self._job = job
         self._config = config
         self._now = now
-        self._passed = passed
+        self._checks = checks
         self._nodes = len(nodes)
         self._past = past
         self._by_check: dict[str, list[Accusation]] = {}
@@ -281,12 +282,16 @@ class Docket:
         cluster's."""
         alike = self._by_check.get(check, [])
         of_itself = check.startswith(_OF_THE_MACHINE)
-        if _machines(alike) > max(2 if of_itself else 1, self._nodes / 2):
+        if len(_machines(alike)) > max(2 if of_itself else 1, self._nodes / 2):
             return alike
         if of_itself:
             return []
         mine = [a for a in alike if a.job == case.job]
-        return mine if _machines(mine) > max(1, self._passed) else []
+        failed = _machines(mine)
+        # By whatever name the accusations know it: one that failed it as well has not passed.
+        at = {a.node_id: a.address or a.node_id for a in mine}
+        passed = {at.get(node, node) for one in self._checks for node in one.passed(check)}
+        return mine if len(failed) > max(1, len(passed - failed)) else []
 
     def _common_of(self, case: Accusation, check: str, alike: Sequence[Accusation]) -> _Common:
         shown = {(a.job, a.time, *name) for a in alike for name in _names(a.node_id, a.address)}
@@ -298,7 +303,7 @@ class Docket:
             and any((q.job, q.since, *name) in shown for name in _names(q.node_id, q.address))
         ]
         look_at = next(what for pattern, what in _COMMON if re.search(pattern, check))
-        return _Common(_machines(alike), look_at, tuple(decided))
+        return _Common(len(_machines(alike)), look_at, tuple(decided))
 
     def _shared(self, case: Accusation, common: _Common, machines: Sequence[Quarantine]) -> Shared:
         """``machines``: as for ``_left_out``."""
@@ -309,11 +314,6 @@ class Docket:
         entry = _left_out(case, "unfit", why, machines, self._config)
         self._common[check_of(case.message)] = replace(common, decided=())
         return Shared(entry, common.nodes, common.look_at, common.decided)
-
-
-def check_of(message: str) -> str:
-    """Which check of preflight a failure's reason tells of, without what it measured."""
-    return re.sub(r"[\w.:/]*\d[\w.:/]*", "#", message.partition(": ")[0])
 
 
 def _left_out(
@@ -360,10 +360,10 @@ def _holds(entry: Quarantine, kind: AccusationKind, job: str) -> bool:
     return entry.kind == kind and (kind != "unfit" or entry.job == job)
 
 
-def _machines(cases: Sequence[Accusation]) -> int:
-    """How many there are of them; Ray's id changes, and an address isn't always known."""
+def _machines(cases: Sequence[Accusation]) -> set[str]:
+    """Those that they are of; Ray's id changes, and an address isn't always known."""
     at = {case.node_id: case.address for case in cases if case.address}
-    return len({at.get(case.node_id, case.node_id) for case in cases})
+    return {at.get(case.node_id, case.node_id) for case in cases}
 
 
 def _term(kind: AccusationKind, config: QuarantineConfig) -> float:

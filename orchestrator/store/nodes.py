@@ -8,20 +8,25 @@ about is read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from launch.preflight import Failure
 from orchestrator.events import EventDraft
+from orchestrator.lifecycle import JobState
+from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation
+from orchestrator.placement.checks import Checked
 from orchestrator.placement.placement import NodeCapacity
 from orchestrator.placement.quarantine import Dismissed, Docket, Quarantine, Shared
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.engine import Reads, Writes
-from orchestrator.store.rows import add_event, stored_job
-from orchestrator.store.tables import accusations, quarantines
+from orchestrator.store.rows import add_event, seats_in, stored_job
+from orchestrator.store.tables import accusations, attempts, events, quarantines
 
 BY_CONTROLLER = "the controller, for other nodes failed alike"
 """Who releases a node of whom it turned out that it is not its fault."""
@@ -47,6 +52,32 @@ class NodeRecords:
         with self._reading() as db:
             return _quarantines(db, _in_force(now))
 
+    def checks(self, job: str, attempt: int, since: float) -> list[Checked]:
+        """What preflight came to in the job's attempts up to this one, as far as it was told after
+        ``since``, oldest first. One that trained has passed."""
+        told = sa.select(events).where(
+            events.c.job == job,
+            events.c.attempt <= attempt,
+            events.c.kind.in_(("preflight", "preflight_failed", "state")),
+            events.c.time > since,
+        )
+        found: dict[int, tuple[float, dict[str, Failure]]] = {}
+        with self._reading() as db:
+            for row in db.execute(told.order_by(events.c.id)).mappings():
+                detail = json.loads(row["detail"])
+                if row["kind"] == "state" and detail["to"] != JobState.RUNNING.word:
+                    continue
+                _, failed = found.setdefault(row["attempt"], (row["time"], {}))
+                failed |= {node: Failure(**why) for node, why in detail.get("failed", {}).items()}
+            where = sa.select(attempts.c.attempt, attempts.c.nodes).where(
+                attempts.c.job == job, attempts.c.attempt.in_(found)
+            )
+            seats = {number: seats_in(nodes) for number, nodes in db.execute(where) if nodes}
+        return [
+            Checked(number, time, _working(seats.get(number, ())), failed)
+            for number, (time, failed) in sorted(found.items())
+        ]
+
     def accuse(
         self,
         job: str,
@@ -55,7 +86,7 @@ class NodeRecords:
         nodes: Sequence[NodeCapacity],
         now: float,
         *,
-        passed: int = 0,
+        checks: Sequence[Checked] = (),
         tell: Callable[[Sequence[Judged]], Sequence[EventDraft]] = lambda judged: (),
     ) -> list[Judged]:
         """Store what an attempt of ``job`` shows of nodes, what comes of it, and what there is to
@@ -76,7 +107,7 @@ class NodeRecords:
             recent = sa.select(accusations).where(accusations.c.time > since)
             past = [_accusation(row) for row in db.execute(recent).mappings()]
             entries = _that_matter(db, job, new, since)
-            docket = Docket(job, past, entries, nodes, config, now=now, passed=passed)
+            docket = Docket(job, past, entries, nodes, config, now=now, checks=checks)
             judged = [(case, docket.judge(case)) for case in new]
             for case, found in judged:
                 if isinstance(found, Quarantine):
@@ -119,6 +150,10 @@ class NodeRecords:
             until = quarantines.c.until - quarantines.c.since + now
             db.execute(sa.update(quarantines).where(held).values(since=now, until=until))
             db.execute(sa.update(accusations).where(seen).values(time=now))
+
+
+def _working(seats: Sequence[NodeSlot]) -> tuple[str, ...]:
+    return tuple(seat.node_id for seat in seats if not seat.spare)
 
 
 def look_again(db: Connection, job: str, now: float) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.preflight import Failure
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation, accused, machine_addresses
+from orchestrator.placement.checks import Checked
 from orchestrator.placement.placement import NodeCapacity
 from orchestrator.placement.quarantine import (
     Dismissed,
@@ -18,10 +21,10 @@ from orchestrator.placement.quarantine import (
     Quarantine,
     Shared,
     barring,
-    check_of,
 )
 from orchestrator.spec.config import QuarantineConfig
 
+HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
 CONFIG = QuarantineConfig()
 NODES = tuple(NodeSlot(f"n{i}", f"10.0.0.{i}", i, 2) for i in range(3))
 """Ranks 0 and 1 on n0, 2 and 3 on n1, 4 and 5 on n2."""
@@ -92,7 +95,7 @@ def judged(
     *past: Accusation,
     before: tuple[Quarantine, ...] = (),
     nodes: int = 40,
-    passed: int = 0,
+    checks: Sequence[Checked] = (),
 ) -> Quarantine | Shared | Dismissed:
     every = (*past, accusation)
     docket = Docket(
@@ -102,7 +105,7 @@ def judged(
         cluster(nodes),
         CONFIG,
         now=accusation.time,
-        passed=passed,
+        checks=checks,
     )
     return docket.judge(accusation)
 
@@ -167,84 +170,6 @@ def checked(
     """Of the machine ``node``: preflight failed on it."""
     of = {"node_id": f"n{node}", "address": f"10.0.0.{node}", "message": told}
     return case("preflight", **{**of, **changes})
-
-
-class TestWhatNodesHaveInCommon:
-    def test_a_group_that_fails_alike_is_left_to_other_jobs_and_a_person_told_where_to_look(
-        self,
-    ) -> None:
-        answer = judged(checked(1), checked(2))
-        assert isinstance(answer, Shared)
-        assert (answer.entry.kind, answer.entry.until) == ("unfit", CONFIG.unfit_s)
-        assert (answer.nodes, answer.taken_back) == (2, ())
-        assert "left out for job alone: look at the job's storage" in answer.entry.reason
-
-    def test_failures_that_differ_or_are_few_are_their_nodes(self) -> None:
-        for answer in (
-            judged(checked(1), checked(2, "device: torch sees no CUDA device")),
-            judged(checked(1), checked(2), passed=2),
-            judged(checked(1), checked(2, job="other"), passed=1),
-            judged(checked(1), checked(2, job="other"), nodes=4),
-            judged(checked(1, attempt=2), checked(1, attempt=1, node_id="before")),
-        ):
-            assert isinstance(answer, Quarantine) and answer.kind == "preflight"
-
-    def test_two_machines_that_compute_wrongly_are_two_faults(self) -> None:
-        for what in ("matmul gave a wrong result: 3 of 9", "device: no driver"):
-            answer = judged(checked(1, what), checked(2, what), passed=0, nodes=3)
-            assert isinstance(answer, Quarantine) and answer.kind == "preflight"
-            third = judged(checked(1, what), checked(2, what), checked(3, what), nodes=4)
-            assert isinstance(third, Shared), "most of a cluster: what was installed on it"
-
-    def test_node_after_node_gives_back_what_this_alone_had_cost(self) -> None:
-        first = checked(1)
-        entry = judged(first, passed=1)
-        assert isinstance(entry, Quarantine)
-        bystanders = (
-            replace(entry, job="other", node_id="n8", address="10.0.0.8"),
-            replace(entry, since=-5.0, node_id="n9", address="10.0.0.9"),
-            quarantine("by_hand", job="job"),
-        )
-        second = checked(2, attempt=2, time=30.0)
-        answer = judged(second, first, before=(*bystanders, entry), passed=1)
-        assert isinstance(answer, Shared) and answer.taken_back == (entry,)
-
-    def test_what_was_taken_back_is_as_if_it_had_never_been(self) -> None:
-        back = quarantine("preflight", released_at=0.0)
-        again = judged(checked(1, time=50.0), before=(back,))
-        assert isinstance(again, Quarantine)
-        assert again.until == 50.0 + CONFIG.preflight_s
-        by_hand = replace(back, released_at=7.0)
-        longer = judged(checked(1, time=50.0), before=(by_hand,))
-        assert isinstance(longer, Quarantine)
-        assert longer.until == 50.0 + 2 * CONFIG.preflight_s
-
-    def test_most_of_a_cluster_is_not_most_of_one_jobs_nodes(self) -> None:
-        cases = [checked(i, job=f"job{i}", time=float(i)) for i in range(1, 4)]
-        entries: list[Quarantine] = []
-        for i, one in enumerate(cases[:2], 1):
-            entry = judged(one, *cases[: i - 1], nodes=5)
-            assert isinstance(entry, Quarantine) and entry.kind == "preflight"
-            entries.append(entry)
-        answer = judged(cases[2], *cases[:2], before=tuple(entries), nodes=5)
-        assert isinstance(answer, Shared) and answer.taken_back == tuple(entries)
-
-    def test_what_preflight_says_is_known_again_whatever_it_measured(self) -> None:
-        def clock(off: str) -> str:
-            return f"its clock is {off} s off the controller's: see to its NTP"
-
-        assert check_of(clock("+9.7")) == check_of(clock("+12"))
-        # Nodes on both sides of it agree with each other no more than with the head.
-        assert check_of(clock("+9.7")) != check_of(clock("-9.7"))
-        one = "1 of its 1 links failed: connect [10.0.0.1]:4711"
-        assert check_of(one) == check_of("3 of its 12 links failed: timed out")
-        for told, where in (
-            (clock("+9.7"), "the clock of the controller's machine"),
-            (one, "the network between the job's nodes"),
-            ("matmul gave a wrong result: cuda:1", "what was installed on all of them"),
-        ):
-            answer = judged(*(checked(n, told) for n in (1, 2, 3)), nodes=4)
-            assert isinstance(answer, Shared) and where in answer.look_at
 
 
 def test_what_one_job_cannot_use_is_known_for_each_job_by_itself() -> None:
@@ -355,36 +280,3 @@ def test_jobs_that_lose_ranks_everywhere_never_cost_more_nodes_than_there_are_jo
             entries.append(answer)
         lately = {(q.job, q.node_id) for q in entries if q.since > now - CONFIG.window_s}
         assert len(lately) <= 2
-
-
-@given(
-    st.lists(
-        st.tuples(st.sets(st.integers(0, 7), min_size=1, max_size=5), st.sets(st.integers(0, 7))),
-        max_size=12,
-    )
-)
-def test_a_check_that_fails_never_costs_other_jobs_more_nodes_than_it_passed(
-    groups: list[tuple[set[int], set[int]]],
-) -> None:
-    past: list[Accusation] = []
-    entries: list[Quarantine] = []
-    machines = [NodeSlot(f"n{i}", f"10.0.0.{i}", i, 2) for i in range(8)]
-    for attempt, (wanted, bad) in enumerate(groups):
-        now = 60.0 * attempt
-        left_out = barring(entries, machines, "job", now)
-        group = {i for i in wanted if f"n{i}" not in left_out}
-        passed = len(group - bad)
-        cases = [checked(i, attempt=attempt, time=now) for i in sorted(group & bad)]
-        past += cases
-        for one in cases:
-            others = [a for a in past if a != one]
-            answer = judged(one, *others, before=tuple(entries), passed=passed)
-            if isinstance(answer, Shared):
-                back = answer.taken_back
-                entries = [replace(q, released_at=q.since) if q in back else q for q in entries]
-                entries.append(answer.entry)
-            elif isinstance(answer, Quarantine):
-                entries.append(answer)
-        if cases:
-            active = {q.node_id for q in entries if q.kind == "preflight" and q.active(now)}
-            assert len(active) <= max(1, passed)

@@ -1,0 +1,202 @@
+"""A check that fails on many nodes: whether it is they, or what they have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.preflight import Failure
+from orchestrator.events import EventDraft
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.accusation import Accusation
+from orchestrator.placement.checks import Checked, check_of
+from orchestrator.placement.quarantine import Quarantine, Shared, barring
+from tests.unit.control_plane import ControlPlane, tell, where
+from tests.unit.test_preflight_blame import left_out
+from tests.unit.test_quarantine import CONFIG, checked, judged, quarantine
+
+HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
+SLOW = "1 of its 1 links failed: 3 Mbit/s, and preflight.min_bandwidth_mbit_s is 1000"
+CLOCK = "its clock is +42.0 s off the controller's, and preflight.max_clock_skew_s is 5"
+
+
+def checking(*nodes: int, attempt: int = 1, **failed: Failure) -> Checked:
+    """A preflight of these machines."""
+    return Checked(attempt, 0.0, tuple(f"n{i}" for i in nodes), failed)
+
+
+class TestWhatNodesHaveInCommon:
+    def test_a_group_that_fails_alike_is_left_to_other_jobs_and_a_person_told_where_to_look(
+        self,
+    ) -> None:
+        answer = judged(checked(1), checked(2))
+        assert isinstance(answer, Shared)
+        assert (answer.entry.kind, answer.entry.until) == ("unfit", CONFIG.unfit_s)
+        assert (answer.nodes, answer.taken_back) == (2, ())
+        assert "left out for job alone: look at the job's storage" in answer.entry.reason
+
+    def test_failures_that_differ_or_are_few_are_their_nodes(self) -> None:
+        for answer in (
+            judged(checked(1), checked(2, "device: torch sees no CUDA device")),
+            judged(checked(1), checked(2), checks=[checking(1, 2, 3, 4, n1=HUNG, n2=HUNG)]),
+            judged(checked(1), checked(2, job="other"), checks=[checking(1, 3, n1=HUNG)]),
+            judged(checked(1), checked(2, job="other"), nodes=4),
+            judged(checked(1, attempt=2), checked(1, attempt=1, node_id="before")),
+        ):
+            assert isinstance(answer, Quarantine) and answer.kind == "preflight"
+
+    def test_two_machines_that_compute_wrongly_are_two_faults(self) -> None:
+        for what in ("matmul gave a wrong result: 3 of 9", "device: no driver"):
+            answer = judged(checked(1, what), checked(2, what), nodes=3)
+            assert isinstance(answer, Quarantine) and answer.kind == "preflight"
+            third = judged(checked(1, what), checked(2, what), checked(3, what), nodes=4)
+            assert isinstance(third, Shared), "most of a cluster: what was installed on it"
+
+    def test_node_after_node_gives_back_what_this_alone_had_cost(self) -> None:
+        first = checked(1)
+        entry = judged(first, checks=[checking(0, 1, n1=HUNG)])
+        assert isinstance(entry, Quarantine)
+        bystanders = (
+            replace(entry, job="other", node_id="n8", address="10.0.0.8"),
+            replace(entry, since=-5.0, node_id="n9", address="10.0.0.9"),
+            quarantine("by_hand", job="job"),
+        )
+        second = checked(2, attempt=2, time=30.0)
+        checks = [checking(0, 1, n1=HUNG), checking(0, 2, attempt=2, n2=HUNG)]
+        answer = judged(second, first, before=(*bystanders, entry), checks=checks)
+        assert isinstance(answer, Shared) and answer.taken_back == (entry,)
+
+    def test_what_was_taken_back_is_as_if_it_had_never_been(self) -> None:
+        back = quarantine("preflight", released_at=0.0)
+        again = judged(checked(1, time=50.0), before=(back,))
+        assert isinstance(again, Quarantine)
+        assert again.until == 50.0 + CONFIG.preflight_s
+        by_hand = replace(back, released_at=7.0)
+        longer = judged(checked(1, time=50.0), before=(by_hand,))
+        assert isinstance(longer, Quarantine)
+        assert longer.until == 50.0 + 2 * CONFIG.preflight_s
+
+    def test_most_of_a_cluster_is_not_most_of_one_jobs_nodes(self) -> None:
+        cases = [checked(i, job=f"job{i}", time=float(i)) for i in range(1, 4)]
+        entries: list[Quarantine] = []
+        for i, one in enumerate(cases[:2], 1):
+            entry = judged(one, *cases[: i - 1], nodes=5)
+            assert isinstance(entry, Quarantine) and entry.kind == "preflight"
+            entries.append(entry)
+        answer = judged(cases[2], *cases[:2], before=tuple(entries), nodes=5)
+        assert isinstance(answer, Shared) and answer.taken_back == tuple(entries)
+
+    def test_what_preflight_says_is_known_again_whatever_it_measured(self) -> None:
+        def clock(off: str) -> str:
+            return f"its clock is {off} s off the controller's: see to its NTP"
+
+        assert check_of(clock("+9.7")) == check_of(clock("+12"))
+        # Nodes on both sides of it agree with each other no more than with the head.
+        assert check_of(clock("+9.7")) != check_of(clock("-9.7"))
+        one = "1 of its 1 links failed: connect [10.0.0.1]:4711"
+        assert check_of(one) == check_of("3 of its 12 links failed: timed out")
+        for told, common in (
+            (clock("+9.7"), "the clock of the controller's machine"),
+            (one, "the network between the job's nodes"),
+            ("matmul gave a wrong result: cuda:1", "what was installed on all of them"),
+        ):
+            answer = judged(*(checked(n, told) for n in (1, 2, 3)), nodes=4)
+            assert isinstance(answer, Shared) and common in answer.look_at
+
+
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 7), min_size=1, max_size=5), st.sets(st.integers(0, 7))),
+        max_size=12,
+    )
+)
+def test_a_check_that_fails_never_costs_other_jobs_more_nodes_than_it_passed(
+    groups: list[tuple[set[int], set[int]]],
+) -> None:
+    past: list[Accusation] = []
+    checks: list[Checked] = []
+    entries: list[Quarantine] = []
+    machines = [NodeSlot(f"n{i}", f"10.0.0.{i}", i, 2) for i in range(8)]
+    for attempt, (wanted, bad) in enumerate(groups):
+        now = 60.0 * attempt
+        left_out = barring(entries, machines, "job", now)
+        group = {i for i in wanted if f"n{i}" not in left_out}
+        hung = {f"n{i}": HUNG for i in group & bad}
+        checks.append(Checked(attempt, now, tuple(f"n{i}" for i in group), hung))
+        passed = {node for check in checks for node in check.passed("")}
+        cases = [checked(i, attempt=attempt, time=now) for i in sorted(group & bad)]
+        past += cases
+        for one in cases:
+            others = [a for a in past if a != one]
+            answer = judged(one, *others, before=tuple(entries), checks=checks)
+            if isinstance(answer, Shared):
+                back = answer.taken_back
+                entries = [replace(q, released_at=q.since) if q in back else q for q in entries]
+                entries.append(answer.entry)
+            elif isinstance(answer, Quarantine):
+                entries.append(answer)
+        if cases:
+            active = {q.node_id for q in entries if q.kind == "preflight" and q.active(now)}
+            assert len(active) <= max(1, len(passed - {a.node_id for a in past}))
+
+
+class TestWhatPassed:
+    """Over the attempts of a job, within the window."""
+
+    def test_a_node_that_passed_the_check_counts_whenever_that_was(self) -> None:
+        before = [checking(0, 1, n1=HUNG), checking(0, 2, attempt=2)]
+        now = checking(0, 3, attempt=3, n3=HUNG)
+        cases = (checked(3, attempt=3), checked(1))
+        assert isinstance(judged(*cases, checks=[*before, now]), Quarantine)
+        assert isinstance(judged(*cases, checks=[before[0], now]), Shared)
+
+    def test_one_that_failed_it_as_well_has_not_passed(self) -> None:
+        both_pass = checking(1, 2)
+        then_fail = checking(1, 2, attempt=2, n1=HUNG, n2=HUNG)
+        assert isinstance(judged(checked(1), checked(2), checks=[both_pass, then_fail]), Shared)
+
+    def test_links_that_were_not_tried_are_no_links_that_work(self) -> None:
+        off = Failure(CLOCK, False)
+        alone = checking(0, 3, 4, 5, n5=off)
+        cases = (checked(1, SLOW), checked(2, SLOW))
+        links = checking(0, 1, 2, attempt=2, n1=Failure(SLOW, False), n2=Failure(SLOW, False))
+        assert isinstance(judged(*cases, checks=[alone, links]), Shared)
+        assert isinstance(judged(*cases, checks=[replace(alone, failed={}), links]), Quarantine)
+        late = (checked(1, CLOCK), checked(5, CLOCK))
+        assert isinstance(judged(*late, checks=[alone, checking(1, n1=off)]), Quarantine)
+
+
+def fails(plane: ControlPlane, job: str, node: str, reason: str) -> None:
+    """Preflight ends the attempt; the next one begins."""
+    failed = {node: {"reason": reason, "for_this_job": False}}
+    told = EventDraft("preflight_failed", plane.now, "Failed.", {"failed": failed})
+    moved = (JobState.RECOVERING, Cause.RANK_LOST)
+    tell(plane, job, events=(told,), transition=moved)
+    plane.controller.next_attempt(job, plane.store.job(job).attempt, "preflight failed")
+
+
+def test_two_bad_nodes_that_a_small_job_meets_one_after_the_other_stay_left_out(
+    tmp_path: Path,
+) -> None:
+    for reason in (SLOW, CLOCK):
+        folder = tmp_path / str(len(reason))
+        folder.mkdir()
+        plane = ControlPlane(folder, *[4] * 8)
+        job = plane.submit(num_nodes=2)
+        plane.steps(2)
+
+        fails(plane, job, "node1", reason)
+        assert where(plane, job) == ["node0", "node2"]
+        tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+        plane.now += 600
+        plane.groups.dead.add("node2")
+        tell(plane, job, transition=(JobState.RECOVERING, Cause.RANK_LOST))
+        plane.controller.next_attempt(job, plane.store.job(job).attempt, "a node died")
+        assert where(plane, job) == ["node0", "node3"]
+        fails(plane, job, "node3", reason)
+        assert left_out(plane) == {"node1": "preflight", "node3": "preflight"}
+        assert plane.told(job, "nodes_alike") == plane.told(job, "node_released") == []
