@@ -52,16 +52,29 @@ def rank_environment(assignment: Assignment) -> dict[str, str]:
     }
 
 
-def join(assignment: Assignment) -> dist.ProcessGroup:
+def host_store(address: str) -> dist.TCPStore:
+    """The store at which an attempt's ranks meet, in rank 0's process; listens once this returns,
+    at a port that the system has chosen (``.port``).
+
+    Ranks that come before the store listens would try again after 0.26 to 0.75 s, drawn by chance
+    in torch's client, of a restart that takes one second; and a port that was free a moment ago
+    may be another process' by then.
+    """
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+    return dist.TCPStore(address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+
+
+def join(assignment: Assignment, hosted: dist.TCPStore | None = None) -> dist.ProcessGroup:
     """Make the default process group; returns a gloo group of all ranks for small words.
 
-    gloo on CPU, NCCL with the device of ``local_rank`` on GPU. Raises JoinError.
+    gloo on CPU, NCCL with the device of ``local_rank`` on GPU. ``hosted``: rank 0's, from
+    ``host_store``; without it rank 0 opens one at the assignment's port. Raises JoinError.
     """
     os.environ.update(rank_environment(assignment))
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(assignment.local_rank)
-    store = _met(assignment)
+    store = _met(assignment, hosted)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -77,7 +90,7 @@ def join(assignment: Assignment) -> dist.ProcessGroup:
     return world
 
 
-def _met(assignment: Assignment) -> dist.TCPStore:
+def _met(assignment: Assignment, hosted: dist.TCPStore | None) -> dist.TCPStore:
     """The store at the attempt's address, once every rank has come there."""
     rank, world_size = assignment.rank, assignment.world_size
     address = f"{assignment.master_addr}:{assignment.master_port}"
@@ -85,7 +98,7 @@ def _met(assignment: Assignment) -> dist.TCPStore:
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     try:
         # Waiting for workers, it would only count those that came.
-        store = dist.TCPStore(
+        store = hosted or dist.TCPStore(
             assignment.master_addr,
             assignment.master_port,
             world_size,

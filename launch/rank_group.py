@@ -63,7 +63,7 @@ class RankGroup(Protocol):
         """Whether every worker has done its imports; one that died shows in ``ended``."""
 
     def master(self) -> tuple[str, int]:
-        """Address and a fresh port of rank 0's node. Call when ready. Raises NodeSilentError."""
+        """Where rank 0 waits for the others. Call when ready. Raises NodeSilentError."""
 
     def run(self, assignments: Sequence[Assignment]) -> None:
         """Give the ranks out, in order, and start their loops."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from launch.allocator import give_back_freed_memory
 from launch.checkpoint_writer import is_due
@@ -59,6 +59,9 @@ from launch.stores import NO_STORES, Stores
 from parallel.config import Precision
 from parallel.exchange_choice import ExchangeChoice
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 WRITE_TIMEOUT_S = 600.0
 """How long a rank that ends waits for its last checkpoint file."""
 
@@ -74,12 +77,15 @@ class TrainingLoop:
         mailbox: Mailbox,
         outbox: Outbox,
         stores: Stores = NO_STORES,
+        meeting: TCPStore | None = None,
     ) -> None:
-        """``outbox`` is called by the loop's reporter thread, ``stores`` by its shipper."""
+        """``outbox`` is called by the loop's reporter thread, ``stores`` by its shipper;
+        ``meeting``: where the ranks meet, if this is rank 0 and it is there already."""
         self._assignment = assignment
         self._run_config = assignment.run
         self._mailbox = mailbox
         self._stores = stores
+        self._meeting = meeting
         self._reporter = Reporter(outbox)
         self._step = assignment.restore.step if assignment.restore else 0
         self._begun = False
@@ -159,7 +165,7 @@ class TrainingLoop:
         """Everything before the first step; ranks meet here."""
         assignment, run = self._assignment, self._run_config
         started = time.perf_counter()
-        self._world = join(assignment)
+        self._world = join(assignment, self._meeting)
         self._stream = TokenStream(run.data, run.training.seq_len)
         require_same(self._world, self._stream.fingerprint, f"the data in {run.data.source}")
         self._engine = engine_of(run)

@@ -108,6 +108,7 @@ class Worker:
         self._watched: Any = None
         self._claiming = threading.Lock()
         self._claimed = False
+        self._meeting: Any = None
         write_stacks_at_signal()
         run_politely(_import_ahead)
         if owner is not None:
@@ -151,6 +152,17 @@ class Worker:
         self._watch(owner)
         return True
 
+    def host_meeting(self, address: str) -> int:
+        """Be where an attempt's ranks meet, as its rank 0: the port, at ``address`` of this node.
+        It is the same one each time."""
+        from launch.process_group import host_store
+
+        with self._claiming:
+            if self._meeting is None:
+                self._meeting = host_store(address)
+        port: int = self._meeting.port
+        return port
+
     def run(
         self,
         assignment: Assignment,
@@ -189,7 +201,8 @@ class Worker:
         relayed = None if relay is None else through(relay, assignment.attempt)
         outbox = Delivery(deliver, relayed)
         with rank_log(assignment.log_path, assignment.attempt, assignment.rank) as log:
-            loop = TrainingLoop(assignment, self._mailbox, outbox, stores_of(keepers))
+            stores = stores_of(keepers)
+            loop = TrainingLoop(assignment, self._mailbox, outbox, stores, self._meeting)
             if log is not None:
                 log.step = lambda: loop.step_of_log
             try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import time
 import uuid
 from collections import Counter
@@ -123,15 +122,20 @@ class WorkerGroup:
         return self._cleared() and all(worker.info is not None for worker in self._ranks)
 
     def master(self) -> tuple[str, int]:
-        """Address of rank 0's node, and a port that was free there a moment ago.
+        """Address of rank 0's node, and the port at which rank 0 waits for the others from now on.
 
-        Raises NodeSilentError when the node doesn't answer.
+        Raises NodeSilentError when it doesn't answer.
         """
-        seat = self._seats[0]
-        answers = self._on_nodes({seat.node_id: (free_port, seat.node_ip)}, ANSWER_S)
-        if seat.node_id in answers.silent:
-            raise NodeSilentError(seat.node_ip, answers.silent[seat.node_id])
-        return seat.node_ip, answers.values[seat.node_id]
+        import ray
+
+        address = self._seats[0].node_ip
+        asked = self._ranks[0].actor.host_meeting.remote(address)
+        try:
+            return address, ray.get(asked, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise NodeSilentError(
+                address, f"rank 0 does not answer: {in_one_line(error)}"
+            ) from error
 
     def run(self, assignments: Sequence[Assignment]) -> None:
         """Start the loops; each rank gets its node's keeper, its partners', and its sources."""
@@ -356,15 +360,6 @@ class WorkerGroup:
             handle = None if keeper is None else named_actor(keeper)
             made.append(Call(node_id, handle, function, tuple(arguments)))
         return call_all(made, timeout_s)
-
-
-def free_port(address: str) -> int:
-    """A TCP port that nobody listens on at ``address``."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((address, 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _kill(worker: _Worker) -> None:

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import redis
 
-from launch.worker_group import free_port
 from tests.hosts.network import ROOT
+from tests.ranks.launch_ranks import free_port
 
 OCTAVO = [str(Path(sys.executable).with_name("octavo"))]
 DEPLOY = ROOT / "deploy"
@@ -36,7 +36,7 @@ class Server:
     """A Redis as ``deploy/redis.conf`` has it, which wants ``PASSWORD``."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port("127.0.0.1")
+        self.port = free_port()
         self.client = redis.Redis(port=self.port, password=PASSWORD)
         self._folder = folder
         self.start()

@@ -52,6 +52,8 @@ def test_a_surge_is_answered_in_place_and_the_layer_returns_to_fp8(tmp_path: Pat
         tmp_path,
         drills=[{"kind": "weight_surge", "step": 33, "layer": 1, "factor": 64}],
         recovery={"calm_steps": 12},
+        # In the seconds after which the frozen relay is left, a hundred go by.
+        training=_steps(tmp_path, 240),
         resources={"standby": False},
         merge_reports_from=2,
     )
@@ -67,12 +69,12 @@ def test_a_surge_is_answered_in_place_and_the_layer_returns_to_fp8(tmp_path: Pat
         assert told["attempt"] == 1
         assert told["states"][-1] == ("succeeded", "STEPS_DONE")
         kept, abandoned = split_timelines(told["steps"])
-        assert [record.step for record in kept] == list(range(60))
+        assert [record.step for record in kept] == list(range(240))
         assert abandoned and not kept[-1].high_precision_layers
         assert any(LAYER in record.high_precision_layers for record in kept)
         assert not set(fallback.skip_batches) & {record.batch for record in kept}
         summary = json.loads((tmp_path / "summary.json").read_text())
-        assert summary["state"] == "succeeded" and summary["steps"] == 60
+        assert summary["state"] == "succeeded" and summary["steps"] == 240
         assert (tmp_path / "report.html").stat().st_size > 1000
     assert not rank_pids()
 

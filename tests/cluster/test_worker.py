@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,9 +73,9 @@ class Group:
         self.infos: list[WorkerInfo] = ray.get([w.ready.remote() for w in self.workers])
 
     def run(self, job_dir: Path, settings: RunConfig, **more: Any) -> list[Any]:
-        from tests.ranks.launch_ranks import free_port
+        import ray
 
-        port = free_port()
+        port = ray.get(self.workers[0].host_meeting.remote(self.infos[0].node_ip))
         return [
             worker.run.remote(
                 Assignment(
@@ -203,6 +204,16 @@ def test_workers_end_when_their_owner_dies(group: Group, text: str, tmp_path: Pa
     assert within(60, lambda: any(r.step >= 3 for r in group.told(RankReport)))
     ray.kill(group.owner)
     assert within(15, lambda: gone(group.infos))
+
+
+def test_who_looks_for_the_ranks_meeting_finds_it_listening(group: Group) -> None:
+    import ray
+
+    address = group.infos[0].node_ip
+    port, again = ray.get([group.workers[0].host_meeting.remote(address) for _ in range(2)])
+    # Refused, a rank's client would try again half a second later.
+    socket.create_connection((address, port), timeout=5).close()
+    assert port == again
 
 
 def test_the_error_of_a_rank_survives_pickling() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,9 @@ from launch.digests import digest_of
 from launch.keeper import Inventory, Keeper, keeper_class
 from launch.keeper_clients import KeeperHandles
 from launch.node_calls import NAMESPACE, Call, call_all
-from launch.rank_group import Seat
+from launch.rank_group import NodeSilentError, Seat
 from launch.snapshots import DamagedSnapshotError, SnapshotKey
-from launch.worker_group import WorkerGroup, free_port
+from launch.worker_group import WorkerGroup
 
 JOB = "grouped-000001"
 KEEPER = f"octavo-keeper-{JOB}-0"
@@ -65,6 +66,9 @@ class IdleWorker:
 
     def post(self, command: Command) -> None:
         self.commands.append(command)
+
+    def host_meeting(self, address: str) -> int:
+        return 29_500
 
 
 def until(true: Callable[[], Any], timeout_s: float = 30.0) -> None:
@@ -295,9 +299,10 @@ def test_a_keeper_that_is_gone_holds_nothing(group: WorkerGroup, keeper: Any) ->
     assert group.copies() == []
 
 
-def test_the_master_port_is_free_and_fresh(group: WorkerGroup) -> None:
+def test_ranks_meet_where_rank_0_says_and_one_that_is_gone_is_told(group: WorkerGroup) -> None:
     group.start(seats())
-    address, port = group.master()
-    assert address == seats()[0].node_ip
-    assert 1024 < port < 65536
-    assert len({free_port("127.0.0.1") for _ in range(5)}) > 1
+    until(group.ready)
+    assert group.master() == (seats()[0].node_ip, 29_500)
+    os.kill(group._ranks[0].info.pid, signal.SIGKILL)
+    with pytest.raises(NodeSilentError, match="rank 0 does not answer: ActorDiedError"):
+        group.master()

@@ -57,7 +57,9 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = free_port()
+    # Open before a rank looks for it: refused, torch's client tries again half a second later.
+    store = _store_of(world_size) if init_group else None
+    port = store.port if store else free_port()
     processes: list[BaseProcess] = []
     answers: dict[Connection, int] = {}
     try:
@@ -80,6 +82,14 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+        del store
+
+
+def _store_of(world_size: int) -> Any:
+    """Where ranks of ``env://`` meet, in this process."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
 
 
 def _collect(answers: dict[Connection, int], world_size: int, timeout_s: float) -> list[Any]:
@@ -123,6 +133,9 @@ def _rank_main(
         DS_ACCELERATOR="cpu",
         OMP_NUM_THREADS="1",
     )
+    if init_group:
+        # torch's word for: the store is another process'.
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     import torch
     import torch.distributed as dist
 
