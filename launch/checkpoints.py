@@ -317,17 +317,19 @@ def read_manifest(folder: Path | str) -> Checkpoint:
 
 
 def newest_checkpoint(
-    job_dir: Path | str, rollbacks: Mapping[int, int] | None = None
+    job_dir: Path | str,
+    rollbacks: Mapping[int, int] | None = None,
+    unseen: Callable[[Path, OSError], None] = _log_unseen,
 ) -> Checkpoint | None:
     """The newest checkpoint whose files are all as written; older ones when newer are damaged.
 
-    Damage is logged, never raised. ``rollbacks`` as in ``list_checkpoints``.
+    Damage is logged, never raised. ``rollbacks`` and ``unseen`` as in ``list_checkpoints``.
     """
-    for checkpoint in list_checkpoints(job_dir, rollbacks):
+    for checkpoint in list_checkpoints(job_dir, rollbacks, unseen=unseen):
         try:
             problems = verify_checkpoint(checkpoint)
         except OSError as error:
-            _log_unseen(checkpoint.path, error)
+            unseen(checkpoint.path, error)
             continue
         if not problems:
             return checkpoint

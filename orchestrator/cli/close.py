@@ -59,7 +59,14 @@ def saved(job: Mapping[str, Any]) -> str:
     """What a job could go on from."""
     from launch.checkpoints import newest_checkpoint
 
-    found = newest_checkpoint(Path(job["job_dir"]))
+    unseen: list[str] = []
+
+    def note(folder: Path, error: OSError) -> None:
+        unseen.append(f"{folder} can't be looked at: {error.strerror}")
+
+    found = newest_checkpoint(Path(job["job_dir"]), unseen=note)
+    if found is None and unseen:
+        return f"whether it has a checkpoint is not known: {unseen[0]}"
     if found is None:
         return "it has no checkpoint, and would begin again"
     return f"its newest checkpoint is of step {found.step}"

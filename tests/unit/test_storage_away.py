@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
 from launch.checkpoints import list_checkpoints
 from launch.commands import CopyFailed
+from orchestrator.cli.close import saved
 from orchestrator.saved.checkpoint_shelf import STORAGE_S
 from orchestrator.supervision.phases import Phase
 from tests.unit.control_plane import ControlPlane
@@ -305,3 +307,14 @@ class TestRescue:
         job.end()
         (told,) = plane.told(job.id, "checkpoint_failed")
         assert "no one" in told and job.id not in plane.groups.held
+
+
+def test_a_job_of_which_nothing_can_be_looked_at_is_not_said_to_begin_again(
+    plane: ControlPlane, storage: Storage, answer: int
+) -> None:
+    job = RestingJob(plane)
+    job.write(10)
+    told = {"job_dir": str(job.folder)}
+    assert saved(told) == "its newest checkpoint is of step 10"
+    storage.number = answer
+    assert "not known" in saved(told) and os.strerror(answer) in saved(told)
