@@ -16,7 +16,6 @@ folder named ``step-…`` is complete; damage is found before anything is loaded
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -24,7 +23,6 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,11 @@ from launch.checkpoint_files import (
     entries,
     is_absent,
     open_regular,
-    read_small,
     sync_folder,
     what_is_wrong,
-    write_durably,
 )
-from launch.digests import Payload, digest_of
+from launch.checkpoint_manifest import Checkpoint, ManifestError, read_manifest, write_manifest
+from launch.digests import Payload
 from launch.snapshots import (
     DamagedSnapshotError,
     MissingSnapshotError,
@@ -51,8 +48,6 @@ from launch.snapshots import (
     refuse_damaged,
 )
 
-MANIFEST = "manifest.json"
-FORMAT = 3
 HOLD_S = 3600.0
 """How long a checkpoint that somebody reads is kept for that."""
 
@@ -82,24 +77,6 @@ class IncompleteCheckpointError(RuntimeError):
 
     def __reduce__(self) -> tuple[type[IncompleteCheckpointError], tuple[int, tuple[int, ...]]]:
         return (type(self), (self.step, self.missing))
-
-
-class ManifestError(ValueError):
-    """A folder is no checkpoint, by its manifest; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A committed checkpoint, as its manifest tells."""
-
-    path: Path
-    step: int
-    attempt: int
-    timeline: int
-    files: Mapping[int, RankFile]
-    """By rank."""
-    run: Mapping[str, Any] = field(default_factory=dict)
-    """What whoever committed it said of the job, for JSON."""
 
 
 def open_attempt(job_dir: Path | str, attempt: int) -> None:
@@ -195,7 +172,7 @@ def commit_checkpoint(
     final = checkpoint_folder(job_dir, step)
     checkpoint = Checkpoint(final, step, attempt, at_timeline, files, dict(run or {}))
     try:
-        write_durably(folder / MANIFEST, json.dumps(_to_json(checkpoint), indent=1).encode())
+        write_manifest(folder, checkpoint)
         sync_folder(folder)
         _put_in_place(folder, final, own)
     except FileNotFoundError:
@@ -291,29 +268,6 @@ def list_checkpoints(
         if all(checkpoint.step <= to for at, to in later if at > checkpoint.timeline):
             found.append(checkpoint)
     return found
-
-
-def read_manifest(folder: Path | str) -> Checkpoint:
-    """What the checkpoint ``folder`` says of itself; raises OSError or ManifestError."""
-    folder = Path(folder)
-    text = read_small(folder / MANIFEST)
-    try:
-        told = json.loads(text)
-        if told["format"] != FORMAT:
-            raise ManifestError(f"its format is {told['format']!r}, this is {FORMAT}")
-        if told.pop("digest") != _manifest_digest(told):
-            raise ManifestError("its manifest has another digest than was written")
-        files = {int(rank): RankFile(**file) for rank, file in told["files"].items()}
-        step, attempt, timeline = numbers = told["step"], told["attempt"], told["timeline"]
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ManifestError(f"its step, attempt and timeline are {numbers}")
-        if not isinstance(told["run"], dict):
-            raise ManifestError("it doesn't say what it is of")
-        return Checkpoint(folder, step, attempt, timeline, files, told["run"])
-    except ManifestError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ManifestError(f"its manifest can't be read: {error!r}") from error
 
 
 def newest_checkpoint(
@@ -427,24 +381,6 @@ def _staged_folders(own: Path, step: int, timeline: int | None) -> list[tuple[in
         if match and timeline in (None, int(match[2])):
             found.append((int(match[2]), folder))
     return sorted(found, reverse=True)
-
-
-def _to_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    told = {
-        "format": FORMAT,
-        "step": checkpoint.step,
-        "attempt": checkpoint.attempt,
-        "timeline": checkpoint.timeline,
-        "run": dict(checkpoint.run),
-        "files": {str(rank): asdict(file) for rank, file in checkpoint.files.items()},
-    }
-    return {**told, "digest": _manifest_digest(told)}
-
-
-def _manifest_digest(told: Mapping[str, Any]) -> str:
-    """Of all of a manifest but this."""
-    text = json.dumps(told, sort_keys=True).encode()
-    return digest_of(text)
 
 
 def _put_in_place(folder: Path, final: Path, own: Path) -> None:

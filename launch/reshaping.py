@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from launch.checkpoint_files import DamagedFileError
-from launch.checkpoints import ManifestError, read_rank_file
+from launch.checkpoint_manifest import ManifestError
+from launch.checkpoints import read_rank_file
 from launch.random_state import seeded_state
 from launch.saved_state import SavedState
 from launch.snapshots import (

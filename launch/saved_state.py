@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launch.checkpoint_files import DamagedFileError, RankFileReader
-from launch.checkpoints import read_manifest
+from launch.checkpoint_manifest import read_manifest
 from launch.state_block import dtype_of
 from launch.state_header import LAYOUT, parse_header
 from parallel.layout import LayoutError, RankLayout

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.checkpoint_files import is_absent
+from launch.checkpoint_manifest import Checkpoint
 from launch.checkpoints import (
     AttemptOverError,
-    Checkpoint,
     IncompleteCheckpointError,
     attempt_is_open,
     checkpoint_folder,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.checkpoint_files import DamagedFileError, RankFileReader, entries
-from launch.checkpoints import Checkpoint, ManifestError, read_manifest, verify_checkpoint
+from launch.checkpoint_manifest import Checkpoint, ManifestError, read_manifest
+from launch.checkpoints import verify_checkpoint
 from launch.commands import RestorePoint
 from launch.state_header import LAYOUT, parse_header
 from orchestrator.actions import Action, Asked, History

@@ -84,7 +84,7 @@ def test_a_commit_that_fails_is_told_and_its_space_given_back(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("launch.checkpoints.write_durably", full)
+    monkeypatch.setattr("launch.checkpoint_manifest.write_durably", full)
     assert "No space" in shelf.commit(report)
     assert shelf.failed is not None and "step 10" in shelf.failed[1]
     assert states_on_disk(tmp_path) == 0

@@ -14,7 +14,8 @@ import pytest
 
 from launch import checkpoints
 from launch.checkpoint_files import DamagedFileError
-from launch.checkpoints import MANIFEST, ManifestError, list_checkpoints, read_manifest
+from launch.checkpoint_manifest import MANIFEST, ManifestError, manifest_digest, read_manifest
+from launch.checkpoints import list_checkpoints
 from launch.digests import digest_of
 from launch.reshaping import state_on_disk
 from launch.saved_state import SavedState
@@ -36,7 +37,7 @@ def sealed_anew(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     told = json.loads((folder / MANIFEST).read_text())
     del told["digest"]
     change(told)
-    told["digest"] = checkpoints._manifest_digest(told)
+    told["digest"] = manifest_digest(told)
     (folder / MANIFEST).write_text(json.dumps(told))
 
 
