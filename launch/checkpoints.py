@@ -45,6 +45,7 @@ from launch.snapshots import (
     MissingSnapshotError,
     SnapshotKey,
     StoredSnapshot,
+    UnreadSnapshotError,
     refuse_damaged,
 )
 
@@ -304,7 +305,8 @@ def verify_checkpoint(checkpoint: Checkpoint, *, contents: bool = True) -> list[
 def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
     """One rank's state from the checkpoint folder ``path``, checked.
 
-    Raises MissingSnapshotError or DamagedSnapshotError (rank, step, tier disk).
+    Raises MissingSnapshotError, UnreadSnapshotError or DamagedSnapshotError (rank, step, tier
+    disk).
     """
     folder = Path(path)
     try:
@@ -313,7 +315,9 @@ def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
         with os.fdopen(open_regular(folder / file.name), "rb") as stream:
             payload = np.fromfile(stream, dtype=np.uint8)
     except (OSError, KeyError) as error:
-        raise MissingSnapshotError(rank, step, "disk", f"{folder}: {error}") from error
+        away = isinstance(error, OSError) and not is_absent(error)
+        kind = UnreadSnapshotError if away else MissingSnapshotError
+        raise kind(rank, step, "disk", f"{folder}: {error}") from error
     except ManifestError as error:
         raise DamagedSnapshotError(rank, step, "disk", f"{folder}: {error}") from error
     if checkpoint.step != step:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.checkpoint_files import DamagedFileError
+from launch.checkpoint_files import DamagedFileError, is_absent
 from launch.checkpoint_manifest import ManifestError
 from launch.checkpoints import read_rank_file
 from launch.random_state import seeded_state
@@ -41,6 +41,7 @@ from launch.snapshots import (
     DamagedSnapshotError,
     MismatchedSnapshotError,
     MissingSnapshotError,
+    UnreadSnapshotError,
 )
 from launch.state_block import unpack
 from launch.state_header import LAYOUT
@@ -70,7 +71,7 @@ def state_on_disk(
     """This rank's state of the checkpoint ``path``; ``live`` has its tensors' names and shapes.
 
     The tensors are on the CPU, of the dtypes they were saved in. Raises a SnapshotError: missing,
-    damaged, or mismatched where no ranks of this model could have written it.
+    unread, damaged, or mismatched where no ranks of this model could have written it.
     """
     try:
         with SavedState(path) as saved:
@@ -84,7 +85,8 @@ def state_on_disk(
     except (DamagedFileError, ManifestError, ValueError) as error:
         raise DamagedSnapshotError(rank, step, "disk", f"{path}: {error}") from error
     except OSError as error:
-        raise MissingSnapshotError(rank, step, "disk", f"{path}: {error}") from error
+        kind = MissingSnapshotError if is_absent(error) else UnreadSnapshotError
+        raise kind(rank, step, "disk", f"{path}: {error}") from error
 
 
 def reshaped(saved: SavedState, layout: RankLayout, live: Mapping[str, Tensor]) -> State:

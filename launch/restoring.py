@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from launch.checkpoint_files import is_absent
 from launch.commands import Assignment, CopyRefused, Report, RestoredOlder, RestorePoint
 from launch.process_group import gather
 from launch.reshaping import state_on_disk
@@ -28,6 +27,7 @@ from launch.snapshots import (
     SnapshotError,
     SnapshotKey,
     SnapshotSource,
+    UnreadSnapshotError,
     refuse_damaged,
 )
 from launch.state_block import unpack
@@ -102,9 +102,7 @@ class Restorer:
             try:
                 return fetch()
             except SnapshotError as refused:
-                # What a storage that is away says is nothing of the copy: it may be there again.
-                cause = refused.__cause__
-                lost = lost and not (isinstance(cause, OSError) and not is_absent(cause))
+                lost = lost and not isinstance(refused, UnreadSnapshotError)
                 # A keeper doesn't know whose partner it is.
                 error = type(refused)(refused.rank, refused.step, tier, refused.detail)
             except Exception as unreachable:  # noqa: BLE001 - whatever became of the keeper

@@ -33,6 +33,11 @@ class MissingSnapshotError(SnapshotError):
     """Nobody holds that step."""
 
 
+class UnreadSnapshotError(SnapshotError):
+    """Its storage doesn't give it now, for a reason that is none of the copy's (EIO, ESTALE,
+    EACCES): it may the next time."""
+
+
 class MismatchedSnapshotError(SnapshotError):
     """The copy is of another model, layout or optimizer than this rank has now."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.commands import CopyRefused, RestorePoint
 from launch.rank_group import RankEnd, RankGroup
-from launch.snapshots import SnapshotError
+from launch.snapshots import SnapshotError, UnreadSnapshotError
 from orchestrator.actions import Action
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from orchestrator.saved.restore import candidates, on_living_branch, points_in_memory
@@ -131,6 +131,8 @@ class StartingPoints:
         error = cause.cause
         if attempt.restore is None or not isinstance(error, SnapshotError):
             return None
+        if isinstance(error, UnreadSnapshotError):
+            return None  # the next attempt waits for its storage
         points = (attempt.restore, *attempt.fallbacks)
         about = [p for p in points if p.step == error.step and _tier(error.tier) == p.tier]
         self._refused.update(about)

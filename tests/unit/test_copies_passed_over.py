@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from launch import restoring
+from launch import reshaping, restoring
 from launch.commands import Assignment, CopyRefused, Report, RestorePoint
 from launch.config import RunConfig
+from launch.reshaping import state_on_disk
 from launch.restoring import Restorer
-from launch.snapshots import MissingSnapshotError
 from parallel.layout import RankLayout
 
 POINTS = tuple(RestorePoint(step, "disk", 1, 0, f"step-{step}") for step in (20, 10))
@@ -26,12 +26,13 @@ def test_a_checkpoint_that_is_gone_is_given_up_and_one_that_is_not_to_be_read_no
     monkeypatch: pytest.MonkeyPatch, number: int, for_good: bool
 ) -> None:
     def read(path: str, rank: int, step: int, *of: Any) -> Any:
-        if step == 20:
-            error = OSError(number, os.strerror(number))
-            raise MissingSnapshotError(rank, step, "disk", str(error)) from error
-        return {}, {}
+        return state_on_disk(path, rank, step, *of) if step == 20 else ({}, {})
+
+    def answer(path: str) -> Any:
+        raise OSError(number, os.strerror(number), path)
 
     monkeypatch.setattr(restoring, "state_on_disk", read)
+    monkeypatch.setattr(reshaping, "SavedState", answer)
     monkeypatch.setattr(restoring, "gather", lambda world, mine: [mine])
     assignment = Assignment(
         job="job",

@@ -26,6 +26,7 @@ from launch.snapshots import (
     SnapshotError,
     SnapshotKey,
     StoredSnapshot,
+    UnreadSnapshotError,
 )
 from launch.state_block import StateLayout, load_into, unpack
 
@@ -342,7 +343,7 @@ class TestRandomState:
 
 
 def test_errors_survive_pickling() -> None:
-    for kind in (DamagedSnapshotError, MissingSnapshotError):
+    for kind in (DamagedSnapshotError, MissingSnapshotError, UnreadSnapshotError):
         error = pickle.loads(pickle.dumps(kind(3, 10, "memory", "gone")))
         assert isinstance(error, SnapshotError)
         assert (error.rank, error.step, error.tier) == (3, 10, "memory")

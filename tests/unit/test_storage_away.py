@@ -9,6 +9,7 @@ import pytest
 
 from launch.checkpoints import list_checkpoints
 from launch.commands import CopyFailed
+from launch.snapshots import UnreadSnapshotError
 from orchestrator.cli.close import saved
 from orchestrator.saved.checkpoint_shelf import STORAGE_S
 from orchestrator.supervision.phases import Phase
@@ -135,6 +136,21 @@ class TestSupervisor:
         job.ranks._write_checkpoint()
         job.step()
         assert job.settled().event("checkpoint_written").detail["step"] == 14
+
+    def test_what_no_rank_could_read_for_a_while_is_what_the_next_attempt_starts_from(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        saved_at(job, 12)
+        job.ranks.held.clear()
+        restarted(job)
+        for rank in range(2):
+            job.ranks.fail(rank, UnreadSnapshotError(0, 12, "disk", "Input/output error"))
+        for _ in range(30):
+            job.step(1.0)
+        assert job.settled().states[-1][0] != "paused"
+        restore = job.ranks.attempts[2][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (12, "disk")
 
 
 class TestCommit:
