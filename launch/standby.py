@@ -12,6 +12,7 @@ idle workers, which outlive its supervisor for the next one (``orphans``).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ POOLED = "octavo-standby-"
 """How the names of workers without a job begin; their node's id follows."""
 ANSWER_S = 5.0
 """Seconds that a worker may take to answer; one that still imports doesn't."""
+CLAIM_S = 2.0
+"""Seconds after which a worker that a job could use is taken to import still."""
 PING_S = 0.5
 """The same where a restart waits for it."""
 REFILL_AFTER_S = 30.0
@@ -63,26 +66,71 @@ def create_worker(
 
 def claim(wanted: Mapping[str, int], owner: Any) -> dict[str, list[Any]]:
     """Idle workers by node, of each as many as are ``wanted`` there or as there are; from now on
-    ``owner``'s. All nodes are asked at once."""
+    ``owner``'s. All nodes are asked at once, and waited for once: those that still import stay in
+    the pool, for whoever comes later."""
     import ray
 
-    names = _waiting() if wanted else {}
+    idle = _answering(wanted, _waiting() if wanted else {})
     claimed: dict[str, list[Any]] = {node_id: [] for node_id in wanted}
+    deadline = time.monotonic() + ANSWER_S
     while True:
         asked = {}
         for node_id, count in wanted.items():
-            for _ in range(count - len(claimed[node_id])):
-                if (actor := _next(names.get(node_id, []))) is not None:
-                    asked[actor.claim.remote(owner)] = (node_id, actor)
+            for _ in range(min(count - len(claimed[node_id]), len(idle[node_id]))):
+                actor = idle[node_id].pop(0)
+                asked[actor.claim.remote(owner)] = (node_id, actor)
         if not asked:
             return claimed
-        ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+        left = max(0.0, deadline - time.monotonic())
+        ray.wait(list(asked), num_returns=len(asked), timeout=left)
         for reference, (node_id, actor) in asked.items():
             try:
                 if ray.get(reference, timeout=0):
                     claimed[node_id].append(actor)
+            except ray.exceptions.GetTimeoutError:
+                # It would be ours, and known to nobody.
+                threading.Thread(target=_end_if_ours, args=(reference, actor), daemon=True).start()
             except ray.exceptions.RayError as error:
                 logger.info("a standby worker does not answer: %s", error)
+
+
+def _answering(wanted: Mapping[str, int], names: Mapping[str, list[str]]) -> dict[str, list[Any]]:
+    """Workers of these names that say that they are idle, by node; no longer waited for than until
+    there are as many as ``wanted``."""
+    import ray
+
+    asked = {}
+    for node_id in wanted:
+        left = list(names.get(node_id, []))
+        while (actor := _next(left)) is not None:
+            asked[actor.idle.remote()] = (node_id, actor)
+    idle: dict[str, list[Any]] = {node_id: [] for node_id in wanted}
+    waiting, end = list(asked), time.monotonic() + CLAIM_S
+    while waiting and (left_s := end - time.monotonic()) > 0:
+        missing = sum(max(0, count - len(idle[node_id])) for node_id, count in wanted.items())
+        if not missing:
+            break
+        enough = min(missing, len(waiting))
+        done, waiting = ray.wait(waiting, num_returns=enough, timeout=min(0.1, left_s))
+        for reference in done:
+            node_id, actor = asked[reference]
+            try:
+                if ray.get(reference):
+                    idle[node_id].append(actor)
+            except ray.exceptions.RayError as error:
+                logger.info("a standby worker is gone: %s", error)
+    return idle
+
+
+def _end_if_ours(claim: Any, actor: Any) -> None:
+    """End a worker whose yes comes too late; one that is another's says no."""
+    import ray
+
+    try:
+        if ray.get(claim):
+            ray.kill(actor, no_restart=True)
+    except ray.exceptions.RayError as error:
+        logger.info("a standby worker is gone: %s", error)
 
 
 def orphans(job: str, owner: Any, answer_s: float = PING_S) -> list[Any]:
