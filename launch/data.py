@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -56,20 +56,25 @@ def batch_of(step: int, ledger: Collection[int]) -> int:
 
 def source_files(config: DataConfig) -> list[Path]:
     """The files of the corpus in their order, which depends on their relative names alone."""
+    return list(_named_files(config).values())
+
+
+def _named_files(config: DataConfig) -> dict[str, Path]:
+    """The files of the corpus by their relative names, in order."""
     if config.source == STDLIB:
         root, skipped = Path(sysconfig.get_paths()["stdlib"]), _NOT_STDLIB
     else:
         root, skipped = Path(config.source), set()
         if not root.is_dir():
-            return [root] if root.exists() else []
-    return [root / name for name in matching_files(str(root), config.pattern, skipped)]
+            return {root.name: root} if root.exists() else {}
+    return {name: root / name for name in matching_files(str(root), config.pattern, skipped)}
 
 
 def check_source(config: DataConfig, seq_len: int) -> list[str]:
     """What stands against training on this data, one sentence each; reads no contents."""
     files, problems = _look(config)
     size = 0
-    for path in files:
+    for path in files.values():
         try:
             with path.open("rb") as file:
                 size += os.fstat(file.fileno()).st_size
@@ -78,19 +83,19 @@ def check_source(config: DataConfig, seq_len: int) -> list[str]:
     return problems or _too_short(config, size, seq_len)
 
 
-def _look(config: DataConfig) -> tuple[list[Path], list[str]]:
-    """The files, or why there are none."""
+def _look(config: DataConfig) -> tuple[dict[str, Path], list[str]]:
+    """The files by their relative names, or why there are none."""
     wrong = _wrong_pattern(config.pattern)
     if wrong:
-        return [], [f"the pattern {config.pattern!r} {wrong}"]
+        return {}, [f"the pattern {config.pattern!r} {wrong}"]
     try:
         if config.source != STDLIB and not Path(config.source).exists():
-            return [], [f"{config.source} does not exist"]
+            return {}, [f"{config.source} does not exist"]
     except (OSError, ValueError) as error:
         # A name that is too long, or has a null character, is none.
         why = getattr(error, "strerror", None) or error
-        return [], [f"{config.source} can't be looked for: {why}"]
-    files = source_files(config)
+        return {}, [f"{config.source} can't be looked for: {why}"]
+    files = _named_files(config)
     return files, [] if files else [f"no file in {config.source} matches {config.pattern!r}"]
 
 
@@ -121,8 +126,8 @@ class TokenStream:
     """The corpus of a job as sequences of ``seq_len`` tokens, each with its next one.
 
     A single file is mapped, not read; the files of a folder are held in memory, one after
-    the other. ``fingerprint`` tells corpora apart by names and sizes: all ranks must have
-    the same. Raises DataError.
+    the other. ``fingerprint`` tells corpora apart by relative names, which are what the order
+    comes from, and sizes: all ranks must have the same. Raises DataError.
     """
 
     def __init__(self, config: DataConfig, seq_len: int) -> None:
@@ -131,7 +136,7 @@ class TokenStream:
         except OSError as error:
             raise DataAwayError(f"{config.source} can't be looked through: {error}") from error
         contents: list[NDArray[np.uint8]] = []
-        for path in files:
+        for path in files.values():
             try:
                 contents.append(_content(path, mapped=len(files) == 1))
             except OSError as error:
@@ -147,10 +152,14 @@ class TokenStream:
         self._seed = config.shuffle_seed if config.shuffle else None
         self.sequences = (len(self._tokens) - 1) // seq_len
         """Sequences an epoch."""
-        names = "\n".join(f"{path.name} {size}" for path, size in zip(files, sizes, strict=True))
-        digest = hashlib.blake2b(names.encode(), digest_size=7).digest()
-        self.fingerprint = int.from_bytes(digest, "big")
+        self.fingerprint = _fingerprint(files, sizes)
         """Non-negative, below 2^56: fits an int64."""
+        self._without_folders = _fingerprint([path.name for path in files.values()], sizes)
+
+    def is_of(self, fingerprint: int) -> bool:
+        """Whether this is the corpus that a state was saved with. States of before have a
+        fingerprint of the files' own names, without their folders'."""
+        return fingerprint in (self.fingerprint, self._without_folders)
 
     def sequence(self, position: int) -> NDArray[np.uint8]:
         """``seq_len + 1`` tokens at ``position`` of the endless order of sequences."""
@@ -191,6 +200,12 @@ class TokenStream:
                 for side in zip(*pairs, strict=True)
             )
             yield inputs, targets
+
+
+def _fingerprint(names: Iterable[str], sizes: Iterable[int]) -> int:
+    told = "\n".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+    digest = hashlib.blake2b(told.encode("utf-8", "surrogateescape"), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
 
 
 def _content(path: Path, *, mapped: bool) -> NDArray[np.uint8]:

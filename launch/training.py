@@ -330,7 +330,7 @@ class TrainingLoop:
         ).find()
         if found is None:
             return None
-        if found.meta["data"] != self._stream.fingerprint:
+        if not self._stream.is_of(found.meta["data"]):
             raise DataError(
                 f"{self._run_config.data.source} has other files or sizes than when the state "
                 f"of step {found.point.step} was saved: the same batches would be other text"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import pairwise
 from pathlib import Path
 
@@ -135,6 +136,33 @@ def test_corpora_of_other_files_have_other_fingerprints(corpus: DataConfig) -> N
     after = TokenStream(corpus, 32).fingerprint
     assert after != before
     assert 0 <= after < 2**63
+
+
+def test_a_folder_that_is_renamed_makes_another_order_and_another_fingerprint(
+    tmp_path: Path,
+) -> None:
+    for folder in ("2024", "2025"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part-000.txt").write_bytes(folder.encode() * 500)
+    config = DataConfig(source=str(tmp_path), pattern="**/*.txt", shuffle=False)
+    before = TokenStream(config, 32)
+    (tmp_path / "2024").rename(tmp_path / "2026")
+    after = TokenStream(config, 32)
+    assert before.sequence(0).tobytes() != after.sequence(0).tobytes()
+    assert before.fingerprint != after.fingerprint and not after.is_of(before.fingerprint)
+    # The whole of it may lie elsewhere.
+    moved = tmp_path.rename(tmp_path.with_name("elsewhere"))
+    assert TokenStream(config.model_copy(update={"source": str(moved)}), 32).is_of(
+        after.fingerprint
+    )
+
+
+def test_a_state_of_before_folders_were_told_apart_is_taken_up(corpus: DataConfig) -> None:
+    stream = TokenStream(corpus, 32)
+    told = b"c.py 1700\nz.py 900\nb.py 3000"
+    as_it_was = int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+    assert stream.is_of(as_it_was) and as_it_was != stream.fingerprint
+    assert stream.is_of(stream.fingerprint) and not stream.is_of(as_it_was + 1)
 
 
 class TestCheckSource:
