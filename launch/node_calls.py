@@ -39,7 +39,7 @@ class Answers:
 
     values: Mapping[str, Any]
     silent: Mapping[str, str]
-    """Nodes that did not answer, with why."""
+    """Nodes that did not answer, or where the function raised, with why."""
 
 
 def named_actor(name: str) -> Any:
@@ -72,7 +72,10 @@ def call_all(calls: Sequence[Call], timeout_s: float, *, here: str = "") -> Answ
     # The others are on their way meanwhile.
     for call in calls:
         if call.node_id == here:
-            values[call.node_id] = call.function(*call.arguments)
+            try:
+                values[call.node_id] = call.function(*call.arguments)
+            except Exception as error:  # noqa: BLE001 - as another node's would be
+                silent[call.node_id] = _line(error)
     while waiting:
         left = started + timeout_s - time.monotonic()
         done, _ = ray.wait(list(waiting), timeout=max(0.0, min(0.1, left)))
