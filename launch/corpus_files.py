@@ -57,10 +57,14 @@ class _Look:
         path = Path(folder, part)
         if part in self._skipped:
             return
-        if not rest and path.is_file():
-            yield name + part
-        elif rest and path.is_dir():
+        try:
+            found = path.is_dir() if rest else path.is_file()
+        except PermissionError:  # the folder may be listed, and nothing in it looked at
+            return
+        if found and rest:
             yield from self.below(str(path), f"{name}{part}/", rest)
+        elif found:
+            yield name + part
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         if folder not in self._listed:

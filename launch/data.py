@@ -95,7 +95,10 @@ def _look(config: DataConfig) -> tuple[dict[str, Path], list[str]]:
         # A name that is too long, or has a null character, is none.
         why = getattr(error, "strerror", None) or error
         return {}, [f"{config.source} can't be looked for: {why}"]
-    files = _named_files(config)
+    try:
+        files = _named_files(config)
+    except OSError as error:
+        return {}, [f"{config.source} can't be looked through: {error}"]
     return files, [] if files else [f"no file in {config.source} matches {config.pattern!r}"]
 
 
@@ -131,10 +134,7 @@ class TokenStream:
     """
 
     def __init__(self, config: DataConfig, seq_len: int) -> None:
-        try:
-            files, problems = _look(config)
-        except OSError as error:
-            raise DataAwayError(f"{config.source} can't be looked through: {error}") from error
+        files, problems = _look(config)
         contents: list[NDArray[np.uint8]] = []
         for path in files.values():
             try:

@@ -55,3 +55,22 @@ def test_a_folder_that_may_not_be_read_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0)
     (tmp_path / "text").touch()
     assert matching_files(str(tmp_path), "**/*") == ["text"]
+
+
+@pytest.mark.parametrize("pattern", ["*/x.txt", "sub/x.txt", "**/x.txt", "sub/deep/x.txt"])
+def test_a_file_in_a_folder_that_may_only_be_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    closed = tmp_path / "sub"
+    (closed / "deep").mkdir(parents=True)
+    for folder in (closed, closed / "deep"):
+        (folder / "x.txt").touch()
+    look = Path.stat
+
+    def without_right_to_search(self: Path, **how: bool) -> os.stat_result:
+        if closed in self.parents:
+            raise PermissionError(13, "Permission denied", str(self))
+        return look(self, **how)
+
+    monkeypatch.setattr(Path, "stat", without_right_to_search)
+    assert matching_files(str(tmp_path), pattern) == []

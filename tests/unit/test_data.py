@@ -175,6 +175,18 @@ class TestCheckSource:
         with pytest.raises(DataAwayError, match="does not exist"):
             TokenStream(DataConfig(source="/nowhere/text"), 32)
 
+    def test_a_folder_that_fails_while_it_is_looked_through_is_named(
+        self, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object) -> list[str]:
+            raise OSError(116, "Stale file handle")
+
+        monkeypatch.setattr("launch.data.matching_files", broken)
+        (problem,) = check_source(corpus, 32)
+        assert corpus.source in problem and "Stale file handle" in problem
+        with pytest.raises(DataAwayError, match="Stale file handle"):
+            TokenStream(corpus, 32)
+
     def test_a_pattern_without_files_is_named(self, corpus: DataConfig) -> None:
         other = corpus.model_copy(update={"pattern": "*.rs"})
         (problem,) = check_source(other, 32)
