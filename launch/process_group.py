@@ -109,7 +109,7 @@ def _met(assignment: Assignment, hosted: dist.TCPStore | None) -> dist.TCPStore:
     except (dist.DistError, RuntimeError) as error:
         why = str(error).splitlines()[0]
         if rank == 0:
-            raise JoinError(f"nothing can be opened at {address}: {why}") from error
+            raise JoinError(f"nothing can be opened at {address}: {why}", (0,)) from error
         raise JoinError(f"rank 0 was not reached at {address} {within}: {why}", (0,)) from error
     came = [f"rank {other} is here" for other in range(world_size)]
     try:

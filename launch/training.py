@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launch.allocator import give_back_freed_memory
 from launch.checkpoint_writer import is_due
 from launch.commands import (
     Assignment,
@@ -42,15 +41,14 @@ from launch.data import DataError, TokenStream, batch_of
 from launch.drills import Drills, check_target
 from launch.engine import engine_of
 from launch.mailbox import Mailbox
-from launch.node_memory import free_bytes
-from launch.process_group import agree, gather, join, meet, require_same
+from launch.process_group import agree, join, require_same
 from launch.random_state import RandomState
-from launch.replicas import RankState, most_in_rings, refuse_too_large
 from launch.reporter import Outbox, Reporter
 from launch.restoring import Restorer
 from launch.schedule import lr_at
 from launch.shipping import Shipper
 from launch.snapshot_ring import SnapshotRing
+from launch.snapshot_room import kept_in_rings
 from launch.snapshots import MismatchedSnapshotError, SnapshotKey
 from launch.state_block import StateLayout, load_into
 from launch.state_header import LAYOUT
@@ -180,7 +178,9 @@ class TrainingLoop:
         self._decide_exchange(started_from)
         meta_bytes = len(str(self._meta()))
         nbytes = StateLayout(self._tensors, meta_bytes).nbytes
-        self._ring = SnapshotRing(self._room(nbytes, started_from), self._tensors, meta_bytes)
+        held = self._stores.held_nbytes
+        keep = kept_in_rings(assignment, self._world, nbytes, held, started_from)
+        self._ring = SnapshotRing(keep, self._tensors, meta_bytes)
         self._shipper = Shipper(
             self._ring,
             self._stores.own,
@@ -344,32 +344,6 @@ class TrainingLoop:
         self._random.restore()
         self._step = found.point.step
         return found.point
-
-    def _room(self, nbytes: int, started_from: RestorePoint | None) -> int:
-        """How many snapshots of ``nbytes`` the ring may keep, on every rank alike.
-
-        As many as asked for, or SnapshotMemoryError where some node has no memory for them. A job
-        that has trained was accepted: what has less room now keeps fewer rather than end.
-        """
-        a, snapshots = self._assignment, self._run_config.snapshots
-        give_back_freed_memory()
-        # A rank that has not let go of its copy yet takes room on its node from the others.
-        meet(self._world)
-        room = free_bytes() + self._stores.held_nbytes
-        if started_from is not None and started_from.tier != "disk":
-            # The copy came by way of the object store, which keeps that memory for the next one.
-            room += nbytes
-        states = gather(self._world, RankState(a.rank - a.local_rank, nbytes, room))
-        keep, replicas = snapshots.keep, snapshots.replicas or 0
-        if a.attempt > 1 and started_from is not None:
-            keep = most_in_rings(states, keep, replicas)
-        else:
-            refuse_too_large(states, keep, replicas)
-        if keep < snapshots.keep:
-            logger.warning(
-                "there is room for %d of snapshots.keep: %d in the ranks", keep, snapshots.keep
-            )
-        return keep
 
     def _ends_unwritten(self, started_from: RestorePoint | None) -> bool:
         """Whether no step follows, so that nothing else would write the job's last checkpoint: the

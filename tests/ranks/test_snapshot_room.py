@@ -48,6 +48,7 @@ def _body(
     """A rank in a container of ``limit`` bytes, with nothing else in it."""
     import psutil
 
+    import launch.snapshot_room
     import launch.training
     from launch.allocator import keep_freed_memory
     from launch.mailbox import Mailbox
@@ -59,7 +60,7 @@ def _body(
         seen["taken"] = psutil.Process().memory_info().rss
         return int(limit - seen["taken"])
 
-    launch.training.free_bytes = free
+    launch.snapshot_room.free_bytes = free
     assignment = Assignment(
         job="job",
         attempt=attempt,
