@@ -120,12 +120,13 @@ def _met(assignment: Assignment, hosted: dist.TCPStore | None) -> dist.TCPStore:
         else:
             store.wait([_ALL_HERE], timeout)
     except (dist.DistError, RuntimeError) as error:
-        absent: tuple[int, ...] = ()
-        if rank == 0:
-            absent = tuple(other for other in range(world_size) if not store.check([came[other]]))
+        if rank:
+            why = str(error).splitlines()[0]
+            raise JoinError(f"rank 0 at {address} did not say that all came: {why}") from error
+        absent = tuple(other for other in range(world_size) if not store.check([came[other]]))
         who = ", ".join(map(str, absent[:_MOST_TOLD])) + ", …" * (len(absent) > _MOST_TOLD)
-        told = f"rank{'s' * (len(absent) > 1)} {who} did not come" if absent else "not all came"
-        raise JoinError(f"{told} to {address} {within}, of {world_size} ranks", absent) from error
+        told = f"rank{'s' * (len(absent) > 1)} {who} did not come to {address} {within}"
+        raise JoinError(f"{told}, of {world_size} ranks", absent) from error
     return store
 
 

@@ -20,6 +20,8 @@ class Meeting:
     def __init__(self, world_size: int) -> None:
         self._world_size, self._port = world_size, free_port()
         self.errors: dict[int, JoinError] = {}
+        self._stores: list[object] = []
+        """They live on, as a rank's does."""
 
     def come(self, *ranks: int) -> None:
         threads = [threading.Thread(target=self._come, args=(rank,)) for rank in ranks]
@@ -36,7 +38,7 @@ class Meeting:
         mine = Mine()
         mine.rank = rank  # type: ignore[attr-defined]
         try:
-            launch.process_group._met(cast(Assignment, mine))
+            self._stores.append(launch.process_group._met(cast(Assignment, mine)))
         except JoinError as error:
             self.errors[rank] = error
 
