@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from launch.commands import Assignment
 from launch.keeper import Inventory
 from launch.keeper_clients import KeeperHandles
-from launch.node_calls import named_actor
+from launch.node_calls import named_actor, names_of_actors
 from launch.rank_group import Seat
 from launch.replicas import partners
 from launch.snapshots import SnapshotKey
@@ -33,15 +33,24 @@ class HeldCopies:
         self._job = job
         self._held: dict[str, Inventory] = {}
         """By keeper."""
+        self._found: list[str] = []
+        """Keepers that the job had as this began."""
         self.silent: tuple[str, ...] = ()
         """Keepers that may hold something, and didn't say so when they were last asked."""
 
+    def begin(self, seats: Sequence[Seat]) -> None:
+        """Note all keepers of the job that has these seats, which are numbered: it may have left
+        nodes that hold its newest state before this process knew of it."""
+        numbered = seats[0].keeper.rpartition("-")[0] + "-"
+        names = names_of_actors(numbered)
+        self._found = [name for name in names if name.removeprefix(numbered).isdigit()]
+
     def ask(self, keepers: Iterable[str]) -> list[SnapshotKey]:
-        """What these hold now, each copy once."""
+        """What these hold now, and those that there were, each copy once."""
         import ray
 
         asked = {}
-        for name in dict.fromkeys(keepers):
+        for name in dict.fromkeys([*keepers, *self._found]):
             keeper = named_actor(name)
             if keeper is not None:
                 asked[keeper.inventory.remote(self._job)] = name

@@ -52,6 +52,15 @@ def named_actor(name: str) -> Any:
         return None
 
 
+def names_of_actors(prefix: str) -> list[str]:
+    """Those of living actors that begin so."""
+    import ray
+
+    entries = ray.util.list_named_actors(all_namespaces=True)
+    ours = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    return [name for name in ours if name.startswith(prefix)]
+
+
 def call_all(calls: Sequence[Call], timeout_s: float, *, here: str = "") -> Answers:
     """Make all calls at once. A call may take ``timeout_s`` on a node that is there.
 

@@ -18,6 +18,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from launch.node_calls import names_of_actors
+
 NAMESPACE = "octavo"
 POOLED = "octavo-standby-"
 """How the names of workers without a job begin; their node's id follows."""
@@ -140,7 +142,7 @@ def orphans(job: str, owner: Any, answer_s: float = PING_S) -> list[Any]:
     """
     import ray
 
-    names, asked = _names(job_prefix(job)), {}
+    names, asked = names_of_actors(job_prefix(job)), {}
     while (actor := _next(names)) is not None:
         asked[actor.adopt.remote(owner)] = actor
     if not asked:
@@ -231,18 +233,9 @@ def _waiting() -> dict[str, list[str]]:
     """Names of the workers that were started for no job, by node; claimed ones included. Asked for
     once, for Ray lists all actors that have a name to whoever wants some."""
     found: dict[str, list[str]] = {}
-    for name in _names(POOLED):
+    for name in names_of_actors(POOLED):
         found.setdefault(name.removeprefix(POOLED).rpartition("-")[0], []).append(name)
     return found
-
-
-def _names(prefix: str) -> list[str]:
-    """Those of living actors that begin so."""
-    import ray
-
-    entries = ray.util.list_named_actors(all_namespaces=True)
-    ours = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
-    return [name for name in ours if name.startswith(prefix)]
 
 
 def _next(names: list[str]) -> Any:

@@ -99,6 +99,7 @@ class WorkerGroup:
         self._ends = {}
         self._settled.clear()
         if not self._keepers:
+            self._copies.begin(seats)
             self._end_strangers(seats)
             self._adopt_orphans()
         self._seats = [seat for seat in seats for _ in range(seat.slots)]
@@ -238,7 +239,8 @@ class WorkerGroup:
     def copies(self) -> list[SnapshotKey]:
         """What the keepers hold, each copy once; one that does not answer holds nothing.
 
-        Those of nodes that the job has left are asked too: they stay until it trains again.
+        Those of nodes that the job has left are asked too, under whichever supervisor it did: they
+        stay until it trains again.
         """
         return self._copies.ask([*(s.keeper for s in self._seats), *self._keepers.values()])
 

@@ -107,6 +107,34 @@ def test_a_keeper_that_is_silent_is_told_apart_from_one_that_has_died(
     assert copies.silent == ()
 
 
+def test_a_new_supervisor_asks_the_keepers_of_nodes_that_the_job_has_left_too(
+    keepers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"octavo-keeper-{JOB}-{number}" for number in range(4)]
+    others = ["octavo-keeper-job-1-two-0", "octavo-keeper-job-17-0", "octavo-worker-job-1-9"]
+    actors = [{"name": name, "namespace": "octavo"} for name in [*names, *others]]
+    actors.append({"name": f"octavo-keeper-{JOB}-5", "namespace": "another"})
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: actors)
+    left = SnapshotKey(JOB, 1, 0, 0, 20)
+    for name in names[:3]:
+        inventory = SimpleNamespace(remote=lambda _, name=name: name)
+        keepers[name] = SimpleNamespace(inventory=inventory)
+    asked: list[str] = []
+
+    def get(name: str, timeout: float) -> Inventory:
+        asked.append(name)
+        return Inventory({left: 100} if name == names[0] else {}, 1000)
+
+    monkeypatch.setattr(ray, "wait", lambda asked, num_returns, timeout: (asked, []))
+    monkeypatch.setattr(ray, "get", get)
+    copies = HeldCopies(JOB)
+    # The job sits on its second and third node; it has left the first, and the fourth has died.
+    here = [Seat(f"n{number}", "10.0.0.1", 1, names[number]) for number in (2, 1)]
+    copies.begin(here)
+    assert copies.ask([seat.keeper for seat in here]) == [left]
+    assert sorted(asked) == names[:3]
+
+
 def test_what_a_keeper_is_asked_does_not_queue_behind_the_puts_of_large_states() -> None:
     made = keeper_class().__ray_metadata__
     assert made.method_meta.concurrency_group_for_methods == {"ping": "asked", "inventory": "asked"}
