@@ -181,7 +181,9 @@ class Preemption:
             and (
                 # Done or refused: under the same key nothing would be asked again.
                 mine[-1].control.key == f"{prefix}{victim.attempt}"
-                or (mine[-1].state == "refused" and now - mine[-1].answered_at < REFUSED_REST_S)
+                or (
+                    mine[-1].state == "refused" and 0 <= now - mine[-1].answered_at < REFUSED_REST_S
+                )
             )
         )
 

@@ -67,7 +67,7 @@ class Webhooks:
 
     def send_due(self) -> int:
         """Try each notification whose time has come, once; how many there were."""
-        due = self._store.webhooks.due(self._clock())
+        due = self._store.webhooks.due(self._clock(), RETRY_S[1])
         for delivery in due:
             self._send(delivery)
         return len(due)

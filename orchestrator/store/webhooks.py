@@ -74,8 +74,9 @@ class WebhookRecords:
         self._writing = writing
         self._reading = reading
 
-    def due(self, now: float) -> list[Delivery]:
-        """Notifications whose time has come, oldest first."""
+    def due(self, now: float, most_s: float) -> list[Delivery]:
+        """Notifications whose time has come, oldest first; those too that should wait for longer
+        than ``most_s``, for they are of a clock that was mended since."""
         with self._reading() as db:
             return [
                 Delivery(
@@ -85,7 +86,7 @@ class WebhookRecords:
                     row["tries"],
                     stored_spec(row["spec"]).notifications,
                 )
-                for row in _due(db, now)
+                for row in _due(db, now, most_s)
             ]
 
     def postpone(self, delivery: Delivery, due_at: float) -> None:
@@ -100,12 +101,12 @@ class WebhookRecords:
             add_event(db, delivery.job, stored_job(db, delivery.job)["attempt"], event)
 
 
-def _due(db: Connection, now: float, limit: int = 20) -> list[RowMapping]:
+def _due(db: Connection, now: float, most_s: float, limit: int = 20) -> list[RowMapping]:
     """Rows of those whose time has come, with their job's spec, oldest first."""
     query = (
         sa.select(webhooks, jobs.c.spec)
         .join(jobs, jobs.c.id == webhooks.c.job)
-        .where(webhooks.c.due_at <= now)
+        .where(sa.or_(webhooks.c.due_at <= now, webhooks.c.due_at > now + most_s))
         .order_by(webhooks.c.id)
         .limit(limit)
     )

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from launch.rank_group import RankEnd
+from orchestrator.controller.preemption import REFUSED_REST_S
 from orchestrator.controller.supervisors import SILENCE_S, Presence, RaySupervisors
 from orchestrator.controller.tending import CANCEL_GRACE_S
 from orchestrator.events import EventDraft
@@ -26,6 +27,7 @@ from orchestrator.nodes.desk import FILL_EVERY_S, KEEPERS_EVERY_S, UNWILLING_S
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.placement import NodeCapacity
 from orchestrator.placement.quarantine import Dismissed, Quarantine
+from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import END_TIMEOUT_S
@@ -234,6 +236,20 @@ class TestController:
         set_by = Instant(YEAR + by, 0.5)
         assert supervisors.look("job", set_by) is Presence.WORKING
         assert supervisors.look("job", set_by + SILENCE_S) is Presence.DONE
+
+    @pytest.mark.parametrize("by", [-3600.0, -YEAR])
+    def test_a_job_that_could_not_make_room_is_asked_again(
+        self, plane: ControlPlane, by: float
+    ) -> None:
+        low = running(plane, "low")
+        plane.submit("high", resources={"priority": 5})
+        plane.steps(2)
+        key = plane.store.controls.of(low)[0].control.key
+        tell(plane, low, answers=(ControlAnswer(key, "refused", "no disk", 3),))
+        plane.controller.next_attempt(low, 1, "training goes on")
+        plane.set_by = by
+        plane.steps(2, REFUSED_REST_S)
+        assert len(plane.store.controls.of(low)) == 2
 
     @SET
     def test_the_clock_of_a_controller_is_one_that_may_be_set(

@@ -29,7 +29,7 @@ def test_the_lower_job_is_asked_once_and_goes_back_into_the_queue(tmp_path: Path
     tell(plane, low, events=(told,), transition=(JobState.QUEUED, Cause.PREEMPTED))
     plane.supervisors.done.add(low)
     assert plane.store.controls.of(low)[0].state == "applied"
-    assert plane.store.webhooks.due(plane.now) == []
+    assert plane.store.webhooks.due(plane.now, 600.0) == []
     plane.steps(3)
     assert (plane.state(low), plane.state(high)) == ("queued", "starting")
     tell(plane, high, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))

@@ -139,6 +139,25 @@ def test_it_comes_again_until_it_arrives_through_a_restart_too(
     assert len(plane.told(job, "webhook_sent")) == 1
 
 
+@pytest.mark.parametrize("ahead", [3600.0, 365 * 86400.0])
+@pytest.mark.parametrize("tried", [False, True])
+def test_it_is_sent_though_the_clock_was_ahead_when_it_was_stored_or_tried(
+    plane: ControlPlane, receiver: Receiver, ahead: float, tried: bool
+) -> None:
+    receiver.codes = [503]
+    hooks = sender(plane)
+    plane.now += ahead
+    paused(plane, webhook=receiver.url)
+    assert not tried or hooks.send_due() == 1
+    plane.now -= ahead
+    assert hooks.send_due() == 1
+    if not tried:
+        assert hooks.send_due() == 0, "not at once"
+        plane.now += 3
+        assert hooks.send_due() == 1
+    assert len(receiver.got) == 2
+
+
 def test_where_nobody_answers_it_is_given_up_in_the_end_and_said(plane: ControlPlane) -> None:
     job = paused(plane, webhook="http://127.0.0.1:9/")
     hooks, tries = sender(plane), 0
