@@ -144,15 +144,15 @@ def judge(answer: Answer, demand: Demand, limits: Limits) -> Failure | None:
 
 
 def clock_skew_s(answer: Answer) -> float:
-    """How far the node's clock is certainly off ours: half the way there and back is uncertain.
+    """How far the node's clock is certainly off ours: it may be read anywhere on the way there and
+    back.
 
-    The clock is read as the probe begins; what it takes from there on is no part of the way.
+    That is as the probe begins; what it takes from there on is no part of the way. Our own clock
+    may be set meanwhile: then any time between the two is on the way.
     """
-    way = max(0.0, answer.answered - answer.asked - answer.probe.seconds)
-    uncertain = way / 2
-    offset = answer.probe.clock - (answer.asked + uncertain)
-    certain = max(0.0, abs(offset) - uncertain)
-    return certain if offset > 0 else -certain
+    ways_end = float(answer.answered) - answer.probe.seconds
+    earliest, latest = sorted((float(answer.asked), ways_end))
+    return max(0.0, answer.probe.clock - latest) + min(0.0, answer.probe.clock - earliest)
 
 
 def rounds(nodes: int) -> list[list[tuple[int, int]]]:

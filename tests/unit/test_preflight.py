@@ -36,6 +36,7 @@ from launch.preflight import (
 from launch.preflight_probes import Meeting, meet, probe_node
 from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
+from orchestrator.instant import Instant
 from orchestrator.node_slot import NodeSlot
 from orchestrator.recovery.restart_budget import restarts_within
 from orchestrator.spec.completion import complete
@@ -100,6 +101,16 @@ def test_half_a_round_trip_of_clock_skew_is_not_held_against_a_node() -> None:
     assert clock_skew_s(Answer(replace(HEALTHY, clock=108.0), 100.0, 110.0)) == 0.0
     assert clock_skew_s(Answer(replace(HEALTHY, clock=118.0), 100.0, 110.0)) == 8.0
     assert clock_skew_s(Answer(replace(HEALTHY, clock=92.0), 100.0, 110.0)) == -8.0
+
+
+@pytest.mark.parametrize("by", [120.0, -3600.0, 3600.0])
+def test_our_own_clock_that_is_set_meanwhile_is_not_held_against_a_node(by: float) -> None:
+    asked, answered = Instant(1000.0, 0.0), Instant(1000.5 + by, 0.5)
+    for right in (1000.25, 1000.25 + by):
+        skew = clock_skew_s(Answer(replace(HEALTHY, clock=right), asked, answered))
+        assert abs(skew) <= 0.25
+    ahead = max(float(asked), float(answered)) + 9.0
+    assert clock_skew_s(Answer(replace(HEALTHY, clock=ahead), asked, answered)) == 9.0
 
 
 def test_what_a_probe_takes_hides_no_skew() -> None:
