@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from orchestrator.controller.seen import Seen
@@ -26,8 +25,6 @@ THE_QUEUE = "the queue"
 """Who asks, in the records."""
 REFUSED_REST_S = 600.0
 """Seconds that a job which couldn't be saved is left in peace."""
-GROW_AFTER_S = 60.0
-"""Seconds that an attempt on fewer nodes than the job wants is left in peace."""
 Fate = Literal["back", "waits", "kept"]
 """Of nodes: given back, held a while longer, or for the job to go on with."""
 GROW = "grow-"
@@ -69,41 +66,17 @@ class Preemption:
         staying = [
             r.ticket
             for r in holding
-            if r.id not in going and not self._refused(_prefix(row), r, sight.now)
+            if r.id not in going and not self.refused(_prefix(row), r, sight.now)
         ]
         chosen = victims(row.ticket, staying, fits_without)
         for ticket in chosen:
-            self._ask(row, rows[ticket.job], sight.now)
+            reason = f"{row.id} has priority {row.priority}, this job {ticket.priority}"
+            key = f"{_prefix(row)}{rows[ticket.job].attempt}"
+            self.ask(rows[ticket.job], key, reason, sight.now)
         if not chosen:
             return ""
         told = ", ".join(f"{t.job} (priority {t.priority})" for t in chosen)
         return f"preempts {told} after a checkpoint"
-
-    def let_grow(self, row: JobRow, seen: Seen) -> None:
-        """Ask a job that runs on fewer nodes than it wants to start anew on more, once an attempt,
-        where the queue would give them to it before all that wait.
-
-        Not before it has trained for a while: nodes that come and go would cost more than they
-        bring.
-        """
-        now = seen.now
-        if row.state is not JobState.RUNNING or row.spec.resources.min_nodes is None:
-            return
-        if any(control.kind in STOPS for control in seen.asked.get(row.id, ())):
-            return
-        began = self._store.attempts.of(row.id)[-1]["started_at"]
-        if now - began < GROW_AFTER_S or not (nodes := self._desk.could_grow(row, now)):
-            return
-        if in_vain(row.id, row.state, "preempt") or self._refused(GROW, row, now):
-            return
-        # As it would stand there without its nodes.
-        anew = replace(row, nodes=())
-        others = [other for other in seen.holding if other.id != row.id]
-        if self._first([*seen.queued, anew], others, self._desk.sight(now)) is not anew:
-            return
-        reason = f"{nodes} of the {row.spec.num_nodes} nodes that it wants are there"
-        key = f"{GROW}{row.attempt}"
-        self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
     def fate(self, row: JobRow, seen: Seen) -> Fate:
         """What becomes of the nodes of a job that holds some and has stopped.
@@ -119,7 +92,7 @@ class Preemption:
         if not row.asks.preemptible:
             return "kept"
         sight = self._desk.sight(seen.now)
-        next_one = self._first(seen.queued, seen.holding, sight)
+        next_one = self.first(seen.queued, seen.holding, sight)
         waiting = [] if next_one is None else [next_one]
         waiting += [other for other in seen.holding if other.id in self._desk.short]
         stopped = [other for other in seen.holding if not other.state.holds_nodes]
@@ -149,10 +122,10 @@ class Preemption:
                 chosen = rest
         return frozenset(r.id for r in chosen)
 
-    def _first(
+    def first(
         self, queued: Sequence[JobRow], holding: Sequence[JobRow], sight: Sight
     ) -> JobRow | None:
-        """Whose turn it is."""
+        """Whose turn it is of those that wait."""
         rows = {row.id: row for row in queued}
         found = first(
             (row.ticket for row in queued),
@@ -163,14 +136,12 @@ class Preemption:
         )
         return None if found is None else rows[found.job]
 
-    def _ask(self, row: JobRow, victim: JobRow, now: float) -> None:
-        reason = f"{row.id} has priority {row.priority}, this job {victim.priority}"
-        key = f"{_prefix(row)}{victim.attempt}"
-        control = Control(key, "preempt", THE_QUEUE, now, reason)
-        if not in_vain(victim.id, victim.state, "preempt"):
-            self._store.controls.ask(victim.id, control)
+    def ask(self, row: JobRow, key: str, reason: str, now: float) -> None:
+        """Ask a job to go back into the queue, once under this key."""
+        if not in_vain(row.id, row.state, "preempt"):
+            self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
-    def _refused(self, prefix: str, victim: JobRow, now: float) -> bool:
+    def refused(self, prefix: str, victim: JobRow, now: float) -> bool:
         """Whether it could not go when it was last asked by controls named so: in this attempt, or
         a short while ago. A refusal begins another attempt: asked in each, it would never train.
         """
@@ -194,7 +165,7 @@ def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]], priority: int) -
     if not row.state.holds_nodes or row.state is JobState.CANCELLING:
         return False
     stops = [c for c in asked.get(row.id, ()) if c.kind in STOPS]
-    if any(not c.key.startswith(GROW) for c in stops):
+    if any(c.kind != "preempt" or not c.key.startswith(GROW) for c in stops):
         return False
     return not stops or row.priority >= priority or not row.asks.preemptible
 

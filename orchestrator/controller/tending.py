@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from orchestrator.controller.growth import Growth
 from orchestrator.controller.lost_supervisor import supervisor_lost
 from orchestrator.controller.preemption import Preemption
 from orchestrator.controller.seen import Seen
@@ -56,6 +57,7 @@ class Tending:
         self._supervisors = supervisors
         self._rescue = rescue
         self._preemption = preemption
+        self._growth = Growth(store, desk, preemption)
         self._waits = waits
         self._clock = clock
         # When a wait of this process began, by (job, what). A restart begins it anew.
@@ -74,7 +76,7 @@ class Tending:
                 self._supervisors.control(row.id, seen.asked[row.id])
             self._desk.leave(row)
             self._desk.keep_up(row, now)
-            self._preemption.let_grow(row, seen)
+            self._growth.let_grow(row, seen)
             spares = self._desk.fill(row, now)
             if spares is not None:
                 self._supervisors.spares(row.id, spares)

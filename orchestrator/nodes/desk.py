@@ -74,7 +74,6 @@ class NodeDesk:
         # Of this process: a controller that restarts tries them all again.
         self._unwilling: dict[str, float] = {}
         self._filled: dict[str, float] = {}
-        self._grown: dict[str, float] = {}
         self._kept: dict[str, float] = {}
         self._reconciled = -math.inf
         self._wished: list[dict[str, float]] | None = None
@@ -241,19 +240,14 @@ class NodeDesk:
             self._tell_stayed(row, plan, barred, now)
         return ""
 
-    def could_grow(self, row: JobRow, now: float) -> int:
-        """Nodes on which a job that runs on fewer than it asks for could run now; 0: no more."""
-        working = sum(not seat.spare for seat in row.nodes)
-        if working >= row.spec.num_nodes or now - self._grown.get(row.id, 0.0) < FILL_EVERY_S:
-            return 0
-        self._grown[row.id] = now
-        nodes = self._capacities(now)
-        barred = self._barred(row.id, nodes, now)
-        plan = mend_some(row.nodes, need_of(row.spec), counts_of(row.spec), nodes, barred=barred)
-        if isinstance(plan, Short):
-            return 0
-        found = sum(not seat.spare for seat in plan.nodes)
-        return found if found > working else 0
+    def refused(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot]:
+        """Those of ``seats`` that Ray wouldn't grant the job, which are passed over for a while:
+        they are taken and given back."""
+        with self._placing:
+            refused = self._take(row, seats, now)
+            if not refused:
+                self._groups.give_back(row.id, seats)
+        return refused
 
     def keep_up(self, row: JobRow, now: float) -> None:
         """Start keepers anew that died while the job trains: what it snapshots next has a place

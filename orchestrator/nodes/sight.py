@@ -5,7 +5,7 @@ Promises: all answers of one sight are of the same moment; the store isn't asked
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,12 +14,15 @@ from orchestrator.placement.asks import Asks
 from orchestrator.placement.placement import (
     Barred,
     Fit,
+    Mended,
     NodeCapacity,
     Resource,
+    Short,
     fit,
     ready_nodes,
 )
 from orchestrator.placement.quarantine import Quarantine, barring
+from orchestrator.placement.regroup import mend_some
 from orchestrator.store.rows import JobRow
 
 
@@ -81,3 +84,36 @@ class Sight:
         count = row.asks.least if missing is None else missing
         mine = {seat.node_id for seat in row.nodes}
         return len(ready_nodes(row.asks.need, freed, self.barred(row.id), mine)) >= count
+
+    def mended(self, row: JobRow) -> Mended | Short:
+        """Where a job that holds nodes would stand if it started anew now."""
+        alive = {node.node_id for node in self.nodes}
+        return mend_some(
+            row.nodes,
+            row.asks.need,
+            row.asks.counts,
+            self.nodes,
+            lost={seat.bundle for seat in row.nodes if seat.node_id not in alive},
+            barred=self.barred(row.id),
+            waits=row.spec.recovery.no_other_node == "wait",
+        )
+
+    def without(self, row: JobRow, seats: Sequence[NodeSlot]) -> Sight:
+        """As it will be when the job has taken these seats."""
+        taken = {seat.node_id: seat.slots for seat in seats}
+        resource = row.asks.need.resource
+        nodes = [
+            replace(node, free={**node.free, resource: free - taken[node.node_id]})
+            if node.node_id in taken and (free := node.free.get(resource, 0.0))
+            else node
+            for node in self.nodes
+        ]
+        return Sight(nodes, self.quarantines, self.now)
+
+    def without_nodes(self, gone: Collection[str]) -> Sight:
+        """As it would be if nothing were free on these nodes."""
+        nodes = [
+            replace(node, free=dict.fromkeys(node.free, 0.0)) if node.node_id in gone else node
+            for node in self.nodes
+        ]
+        return Sight(nodes, self.quarantines, self.now)

@@ -93,6 +93,13 @@ class AttemptRecords:
         with self._reading() as db:
             return [dict(row) for row in db.execute(query).mappings()]
 
+    def nodes_of(self, job: str) -> dict[int, int]:
+        """On how many nodes each attempt of a job has ranks; 0 in those of an older Octavo."""
+        query = sa.select(attempts.c.attempt, attempts.c.nodes).where(attempts.c.job == job)
+        with self._reading() as db:
+            told = [(number, seats_in(nodes or "[]")) for number, nodes in db.execute(query)]
+        return {number: sum(not seat.spare for seat in seats) for number, seats in told}
+
     def seats_of(self, job: JobRow) -> tuple[NodeSlot, ...]:
         """Where the ranks of the job's present attempt run, or ran: ``job.nodes`` may be where
         those of the next one will."""

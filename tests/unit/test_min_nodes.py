@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.controller.preemption import GROW_AFTER_S
+from orchestrator.controller.growth import GROW_AFTER_S
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.placement import Barred, Mended, Need, NodeCapacity, Short
@@ -34,11 +34,11 @@ def trains(plane: ControlPlane, job: str) -> None:
 
 
 def on_one_of_two(
-    folder: Path, *, fixed: bool = True, preemptible: bool = True
+    folder: Path, *, fixed: bool = True, preemptible: bool = True, spares: int = 0
 ) -> tuple[ControlPlane, str]:
     """Alice's job trains on one node of the two that it wants; the other is back and free."""
     plane = ControlPlane(folder, 4, 4, fixed=fixed)
-    resources = {"min_nodes": 1, "preemptible": preemptible}
+    resources = {"min_nodes": 1, "preemptible": preemptible, "spares": spares}
     job = elastic(plane, by="alice", resources=resources)
     trains(plane, job)
     plane.groups.dead.add("node0")
