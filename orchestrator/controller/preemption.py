@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from orchestrator.controller.seen import Seen
@@ -18,6 +19,7 @@ from orchestrator.nodes.desk import NodeDesk
 from orchestrator.nodes.sight import Sight
 from orchestrator.placement.fair_queue import first, victims
 from orchestrator.recovery.controls import STOPS, Control, in_vain
+from orchestrator.store.controls import ControlRefusedError
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
@@ -137,8 +139,12 @@ class Preemption:
         return None if found is None else rows[found.job]
 
     def ask(self, row: JobRow, key: str, reason: str, now: float) -> None:
-        """Ask a job to go back into the queue, once under this key."""
-        if not in_vain(row.id, row.state, "preempt"):
+        """Ask a job to go back into the queue, once under this key; one that doesn't run any more,
+        or not yet, isn't asked."""
+        if in_vain(row.id, row.state, "preempt"):
+            return
+        # It may have ended since ``row`` was read.
+        with suppress(ControlRefusedError):
             self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
 
     def refused(self, prefix: str, victim: JobRow, now: float) -> bool:

@@ -164,3 +164,19 @@ def test_a_persons_key_that_begins_alike_is_no_growth(tmp_path: Path) -> None:
     plane.steps(3, seconds=GROW_AFTER_S)
     assert plane.told(job, "controller_error") == []
     assert {c.key for _, asked in plane.supervisors.asked for c in asked} == {"grow-up", "grow-2"}
+
+
+def test_one_that_ends_as_it_is_about_to_be_asked_has_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane, job = on_one_of_two(tmp_path)
+    plane.now += 2 * GROW_AFTER_S
+    ask = plane.store.controls.ask
+
+    def meanwhile(name: str, control: Control) -> object:
+        tell(plane, job, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+        return ask(name, control)
+
+    monkeypatch.setattr(plane.store.controls, "ask", meanwhile)
+    plane.steps(1)
+    assert (plane.state(job), plane.told(job, "controller_error")) == ("succeeded", [])

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.controller.preemption import REFUSED_REST_S
 from orchestrator.events import EventDraft
-from orchestrator.lifecycle import Cause, JobState
+from orchestrator.lifecycle import Cause, JobState, next_state
 from orchestrator.recovery.controls import Control, ControlAnswer
 from tests.unit.control_plane import ControlPlane, running, spares, tell, where
 
@@ -205,3 +205,25 @@ def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(tmp_path: Pat
     high = plane.submit("high", resources={"priority": 5})
     plane.steps(5)
     assert (plane.state(low), plane.state(high)) == ("queued", "starting")
+
+
+@pytest.mark.parametrize("ended", [Cause.STEPS_DONE, Cause.PAUSE_ASKED])
+def test_one_that_ends_as_it_is_about_to_be_asked_is_no_error_of_anybodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Cause
+) -> None:
+    plane = ControlPlane(tmp_path, 4)
+    low = running(plane, "low")
+    high = plane.submit("high", resources={"priority": 5})
+    ask = plane.store.controls.ask
+
+    def meanwhile(job: str, control: Control) -> object:
+        monkeypatch.undo()
+        after = next_state(JobState.RUNNING, ended)
+        tell(plane, low, transition=(after, ended))
+        plane.supervisors.done.add(low)
+        return ask(job, control)
+
+    monkeypatch.setattr(plane.store.controls, "ask", meanwhile)
+    plane.steps(4)
+    assert plane.told(low, "controller_error") == plane.told(high, "controller_error") == []
+    assert plane.state(high) == "starting"
