@@ -15,9 +15,10 @@ from typing import Literal
 
 from orchestrator.controller.seen import Seen
 from orchestrator.lifecycle import Cause, JobState
+from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.desk import NodeDesk
 from orchestrator.nodes.sight import Sight
-from orchestrator.placement.fair_queue import first, victims
+from orchestrator.placement.fair_queue import fewest, first, victims
 from orchestrator.recovery.controls import STOPS, Control, in_vain
 from orchestrator.store.controls import ControlRefusedError
 from orchestrator.store.database import Store
@@ -60,11 +61,16 @@ class Preemption:
 
         if going and fits_without(frozenset()):
             return f"waits for {', '.join(sorted(going))} to give nodes back"
-        spared = [r for r in holding if r.priority < row.priority and _spares(r)]
-        if spared and self._desk.fits_without(row, spared, sight, spares=True):
-            for other in spared:
-                self._desk.give_up_spares(other, row.id, sight.now)
-            return f"takes the spares of {', '.join(r.id for r in spared)}"
+        spares = fewest(
+            [(r, s) for r in _by_importance(holding) for s in r.nodes if _may_take(row, r, s)],
+            lambda seats: self._desk.fits_with(row, seats, sight),
+        )
+        if spares:
+            whose = {other.id: other for other, _ in spares}
+            for other in whose.values():
+                mine = [seat for owner, seat in spares if owner is other]
+                self._desk.give_up_spares(other, mine, row.id, sight.now)
+            return f"takes spares of {', '.join(whose)}"
         staying = [
             r.ticket
             for r in holding
@@ -111,17 +117,9 @@ class Preemption:
     def _needed(self, row: JobRow, stopped: Sequence[JobRow], sight: Sight) -> frozenset[str]:
         """Of jobs that have stopped, whose nodes ``row`` needs to have all of its own; none where
         it has them, or wouldn't with all of theirs. The least important ones, and no more."""
-        chosen: list[JobRow] = []
-        for other in sorted(stopped, key=lambda r: (r.priority, r.id)):
-            if self._desk.fits_without(row, chosen, sight):
-                break
-            chosen.append(other)
-        if not self._desk.fits_without(row, chosen, sight):
-            return frozenset()
-        for other in tuple(chosen):
-            rest = [r for r in chosen if r is not other]
-            if self._desk.fits_without(row, rest, sight):
-                chosen = rest
+        chosen = fewest(
+            _by_importance(stopped), lambda some: self._desk.fits_without(row, some, sight)
+        )
         return frozenset(r.id for r in chosen)
 
     def first(
@@ -176,8 +174,14 @@ def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]], priority: int) -
     return not stops or row.priority >= priority or not row.asks.preemptible
 
 
-def _spares(row: JobRow) -> bool:
-    return row.state.holds_nodes and any(seat.spare for seat in row.nodes)
+def _by_importance(holding: Sequence[JobRow]) -> list[JobRow]:
+    """The least important and the youngest first."""
+    return sorted(holding, key=lambda row: (row.priority, -row.ticket.since, row.id))
+
+
+def _may_take(row: JobRow, other: JobRow, seat: NodeSlot) -> bool:
+    """Whether ``seat`` is a spare of a less important job's, which has ranks."""
+    return seat.spare and other.priority < row.priority and other.state.holds_nodes
 
 
 def _prefix(row: JobRow) -> str:

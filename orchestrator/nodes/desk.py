@@ -96,17 +96,18 @@ class NodeDesk:
         """The nodes as they are now, for all decisions of a pass."""
         return Sight(self._capacities(now), self._store.nodes.in_force(now), now)
 
-    def fits_without(
-        self, row: JobRow, others: Sequence[JobRow], sight: Sight, *, spares: bool = False
+    def fits_without(self, row: JobRow, others: Sequence[JobRow], sight: Sight) -> bool:
+        """Whether a job would have what it waits for once ``others`` had given back their nodes."""
+        return self.fits_with(
+            row, [(other, seat) for other in others for seat in other.nodes], sight
+        )
+
+    def fits_with(
+        self, row: JobRow, seats: Sequence[tuple[JobRow, NodeSlot]], sight: Sight
     ) -> bool:
-        """Whether a job would have what it waits for once ``others`` had given back their nodes,
-        or only their ``spares``: what it may begin on, else nodes in place of lost ones."""
-        back = [
-            (other.asks.need.resource, seat)
-            for other in others
-            for seat in other.nodes
-            if seat.spare or not spares
-        ]
+        """Whether it would once the others had given back these seats: what it may begin on, else
+        nodes in place of lost ones."""
+        back = [(other.asks.need.resource, seat) for other, seat in seats]
         return sight.fits_with(row, back, self._short.get(row.id))
 
     def admit(self, row: JobRow, now: float) -> str:
@@ -303,14 +304,20 @@ class NodeDesk:
             self._groups.give_back(row.id, bad)
         return tuple(seat for seat in (*kept, *found) if seat.spare)
 
-    def give_up_spares(self, row: JobRow, to: str, now: float) -> None:
-        """Take a job's spares from it, for another one that is more important."""
+    def give_up_spares(self, row: JobRow, seats: Sequence[NodeSlot], to: str, now: float) -> None:
+        """Take these spares from a job, for another one that is more important."""
         with self._placing:
             row = self._store.job(row.id)
-            given = [seat for seat in row.nodes if seat.spare]
-            message = f"Its spares, {_told_nodes(given)}, go to {to}, which has a higher priority."
-            event = EventDraft("spares_given_up", now, message, {"to": to})
-            kept = [seat for seat in row.nodes if not seat.spare]
+            # Its ranks may have moved to one meanwhile.
+            given = [seat for seat in row.nodes if seat.spare and seat in seats]
+            if not given:
+                return
+            kept = [seat for seat in row.nodes if seat not in given]
+            which = "Some of its" if any(seat.spare for seat in kept) else "Its"
+            told = f"{which} spares, {_told_nodes(given)}, go to {to}"
+            event = EventDraft(
+                "spares_given_up", now, f"{told}, which has a higher priority.", {"to": to}
+            )
             self._store.replace_nodes(row.id, kept, event)
             self._groups.give_back(row.id, given)
             # The other one comes first.

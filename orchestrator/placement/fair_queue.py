@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +98,23 @@ def victims(
     """
     lower = [h for h in holding if h.priority < ticket.priority and h.preemptible]
     lower.sort(key=lambda h: (h.priority, -h.since, h.job))
-    chosen: list[Ticket] = []
-    for candidate in lower:
-        if fits_without(_ids(chosen)):
+    return fewest(lower, lambda chosen: fits_without(_ids(chosen)))
+
+
+def fewest(candidates: Sequence[_T], enough: Callable[[Sequence[_T]], bool]) -> list[_T]:
+    """The first of ``candidates`` that together are enough, and no more of them than that takes;
+    empty where not even all of them would be, or none is needed."""
+    if not enough(candidates):
+        return []
+    chosen: list[_T] = []
+    for candidate in candidates:
+        if enough(chosen):
             break
         chosen.append(candidate)
-    if not chosen or not fits_without(_ids(chosen)):
-        return []
     # What was taken early may have become superfluous; the most important are spared first.
     for candidate in reversed(chosen[:]):
         rest = [c for c in chosen if c is not candidate]
-        if rest and fits_without(_ids(rest)):
+        if rest and enough(rest):
             chosen = rest
     return chosen
 

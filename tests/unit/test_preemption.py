@@ -178,6 +178,28 @@ def test_spares_of_a_less_important_job_go_before_its_ranks(tmp_path: Path) -> N
     ]
 
 
+def test_no_more_spares_are_taken_than_are_needed(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, *[4] * 8)
+    old = running(plane, "old", resources={"spares": 2})
+    young = running(plane, "young", resources={"spares": 2})
+    middle = running(plane, "middle", resources={"priority": 3, "spares": 1})
+    had = spares(plane, young)
+    assert [len(spares(plane, job)) for job in (old, young, middle)] == [2, 2, 1]
+    high = plane.submit("high", resources={"priority": 5})
+    plane.steps(1)
+    assert plane.store.job(high).reason.endswith(f"; takes spares of {young}")
+    assert [len(spares(plane, job)) for job in (old, young, middle)] == [2, 1, 1]
+    (told,) = plane.told(young, "spares_given_up")
+    assert told.startswith("Some of its spares, 10.0.0.") and had[0] in told
+    plane.steps(2)
+    assert plane.state(high) == "starting"
+    wide = plane.submit("wide", num_nodes=4, resources={"priority": 4})
+    plane.steps(1)
+    assert [len(spares(plane, job)) for job in (old, young, middle)] == [0, 0, 0]
+    plane.steps(2)
+    assert plane.state(wide) == "starting"
+
+
 def test_a_job_that_lost_a_node_gets_one_of_a_less_important_job(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, 4, 4, 4)
     high = running(plane, "high", num_nodes=2, resources={"priority": 5})
