@@ -12,6 +12,7 @@ from orchestrator.controller.growth import Growth
 from orchestrator.controller.lost_supervisor import supervisor_lost
 from orchestrator.controller.preemption import Preemption
 from orchestrator.controller.seen import Seen
+from orchestrator.controller.supervisor_start import SupervisorStart
 from orchestrator.controller.supervisors import LastWords, Presence, Supervisors
 from orchestrator.controller.waits import Waits
 from orchestrator.events import EventDraft
@@ -58,6 +59,7 @@ class Tending:
         self._rescue = rescue
         self._preemption = preemption
         self._growth = Growth(store, desk, preemption)
+        self._start = SupervisorStart(store, supervisors)
         self._waits = waits
         self._clock = clock
         # When a wait of this process began, by (job, what). A restart begins it anew.
@@ -93,10 +95,10 @@ class Tending:
             return self._lost(row, now, words)
         if row.state is JobState.RUNNING:
             return self._lost(row, now, LastWords())
-        if self.mend(row, seen):
+        if self._start.rests(row.id, now) or self.mend(row, seen):
             return self._stop_without_ranks(row, seen)
         why = "first start" if row.attempt == 0 else row.reason or "supervisor lost"
-        self._supervisors.start(self._store.attempts.begin(row.id, why, now))
+        self._start.start(row, why, now)
         return True
 
     def _stop_without_ranks(self, row: JobRow, seen: Seen) -> bool:

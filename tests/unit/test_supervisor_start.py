@@ -1,0 +1,97 @@
+"""A supervisor that can't be started: how often it is tried, and what the job comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.controller.supervisor_start import NOT_STARTED, TRIES
+from orchestrator.protocol import ResumeState
+from orchestrator.recovery.controls import Control
+from tests.unit.control_plane import ControlPlane
+
+TAKEN = "The name octavo-supervisor-toy (namespace=octavo) is already taken."
+
+
+class Starts:
+    """Fails as often as a test says."""
+
+    def __init__(self, plane: ControlPlane, failures: int = 1000) -> None:
+        self.plane = plane
+        self.left = failures
+        self.tried: list[tuple[float, int]] = []
+        """When, and which attempt."""
+        self._start = plane.supervisors.start
+        plane.supervisors.start = self  # type: ignore[method-assign]
+
+    def __call__(self, resume: ResumeState) -> None:
+        self.tried.append((self.plane.now, resume.attempt))
+        if self.left:
+            self.left -= 1
+            raise ValueError(TAKEN)
+        self._start(resume)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_it_is_tried_more_and_more_rarely_and_then_the_job_is_paused(
+    plane: ControlPlane, restarts: bool
+) -> None:
+    starts = Starts(plane)
+    job = plane.submit()
+    for _ in range(600):
+        plane.steps(1)
+        if restarts and plane.now % 100 < 0.5:
+            plane.controller = plane.new_controller()
+    times = [time for time, _ in starts.tried]
+    assert len(times) == TRIES
+    if not restarts:
+        assert times[-1] - times[-2] >= 60.0 > 10.0 > times[3] - times[2]
+    assert {attempt for _, attempt in starts.tried} == {1} and plane.store.job(job).attempt == 1
+    row = plane.store.job(job)
+    assert (row.state.word, row.nodes) == ("paused", ())
+    last = f"Its supervisor could not be started ({TRIES} of {TRIES} tries): ValueError: {TAKEN}"
+    assert row.reason == last == plane.told(job, NOT_STARTED)[-1]
+    assert len(plane.told(job, NOT_STARTED)) == TRIES and plane.told(job, "controller_error") == []
+
+
+def test_after_a_few_failures_it_goes_on_with_the_same_attempt(plane: ControlPlane) -> None:
+    Starts(plane, failures=3)
+    job = plane.submit()
+    plane.steps(30)
+    assert [resume.attempt for resume in plane.supervisors.started] == [1]
+    assert len(plane.told(job, "attempt")) == 1 and plane.state(job) == "starting"
+
+
+def test_a_resumed_job_is_tried_as_often_again(plane: ControlPlane) -> None:
+    starts = Starts(plane)
+    job = plane.submit()
+    plane.steps(600)
+    assert plane.state(job) == "paused"
+    starts.left = 2
+    plane.controller.resume(job, "resumed by alice")
+    plane.steps(20)
+    assert plane.state(job) == "starting"
+    assert [resume.attempt for resume in plane.supervisors.started] == [2]
+
+
+def test_where_its_nodes_have_changed_it_is_another_attempt(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    Starts(plane, failures=1)
+    job = plane.submit()
+    plane.steps(2)
+    plane.groups.dead.add(plane.store.job(job).nodes[0].node_id)
+    plane.steps(10)
+    assert [(r.attempt, r.nodes) for r in plane.supervisors.started] == [
+        (2, plane.store.job(job).nodes)
+    ]
+
+
+def test_what_a_person_asks_for_meanwhile_is_done_at_once(plane: ControlPlane) -> None:
+    Starts(plane)
+    job = plane.submit()
+    plane.steps(100)
+    plane.store.controls.ask(job, Control("p", "pause", "alice", plane.now))
+    plane.steps(2)
+    assert plane.state(job) == "paused"
+    assert plane.store.job(job).reason.startswith("paused by alice")
