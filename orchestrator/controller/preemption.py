@@ -102,7 +102,7 @@ class Preemption:
         sight = self._desk.sight(seen.now)
         next_one = self.first(seen.queued, seen.holding, sight)
         waiting = [] if next_one is None else [next_one]
-        waiting += [other for other in seen.holding if other.id in self._desk.short]
+        waiting += [other for other in seen.holding if self._desk.short_of(other, sight)]
         stopped = [other for other in seen.holding if not other.state.holds_nodes]
         for other in (other for other in waiting if other.priority > row.priority):
             if row.id in (needed := self._needed(other, stopped, sight)):

@@ -108,7 +108,18 @@ class NodeDesk:
         """Whether it would once the others had given back these seats: what it may begin on, else
         nodes in place of lost ones."""
         back = [(other.asks.need.resource, seat) for other, seat in seats]
-        return sight.fits_with(row, back, self._short.get(row.id))
+        return sight.fits_with(row, back, self.short_of(row, sight))
+
+    def short_of(self, row: JobRow, sight: Sight) -> int | None:
+        """How many nodes a job that holds some waits for in place of lost ones; None: for none.
+
+        Before this process has tried to mend it, as far as it shows by the nodes that are gone.
+        """
+        missing = self._short.get(row.id)
+        if missing is None and row.nodes and row.state in (JobState.STARTING, JobState.RECOVERING):
+            plan = sight.mended(row)
+            missing = plan.missing if isinstance(plan, Short) else None
+        return missing
 
     def admit(self, row: JobRow, now: float) -> str:
         """Give a queued job its nodes; empty, or why it has to wait."""

@@ -217,6 +217,27 @@ def test_a_job_that_lost_a_node_gets_one_of_a_less_important_job(tmp_path: Path)
     assert plane.supervisors.started[-1].job == high and plane.state(low) == "queued"
 
 
+@pytest.mark.parametrize("supervisor", ["gone", "not yet looked at"])
+def test_a_restarted_controller_knows_who_waits_for_the_nodes_of_one_that_made_room(
+    tmp_path: Path, supervisor: str
+) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    low = running(plane, "low")
+    high = running(plane, "high", resources={"priority": 5})
+    plane.groups.dead.add(where(plane, high)[0])
+    tell(plane, high, transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    plane.supervisors.alive.pop(high)
+    plane.steps(2)
+    assert list(plane.store.controls.open()) == [low]
+    tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
+    plane.supervisors.done.add(low)
+    plane.controller = plane.new_controller()
+    if supervisor == "not yet looked at":
+        plane.supervisors.done.add(high)
+    plane.steps(3)
+    assert (where(plane, high), plane.state(low)) == (["node0"], "queued")
+
+
 def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, 4, 4)
     low = running(plane, "low", num_nodes=2)
