@@ -208,6 +208,10 @@ class NodeDesk:
         """
         self.settle(row, now)
         with self._placing:
+            before, row = row, self._store.job(row.id)
+            if row.attempt != before.attempt or not row.state.holds_nodes:
+                # Others have seen to it since it was read; whoever begins an attempt is told.
+                return ""
             need = need_of(row.spec)
             lost = self._groups.lost(row.id, row.nodes, need.resource, row.spec.snapshots.keep)
             tries = 0
