@@ -115,6 +115,8 @@ class Controller:
         then.
         """
         now = self._clock()
+        # First: else what the last attempt showed would leave nodes out after they were let back.
+        self.desk.settle(self.store.job(job), now)
         renewed = ladder_renewed(self.store.past.actions(job))
         told: list[EventDraft] = []
         if renewed is not None:

@@ -238,6 +238,28 @@ def test_a_storage_that_was_full_keeps_no_job_waiting_once_it_is_resumed(tmp_pat
     assert filled.alive.phase is Phase.TRAINING
 
 
+def test_whoever_resumes_at_once_need_not_wait_for_nodes_that_the_last_attempt_failed_on(
+    tmp_path: Path,
+) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    job = plane.submit("toy", num_nodes=2)
+    full = Failure("0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB", True)
+    filled = Supervised(plane, job, of({"node0": full, "node1": full}))
+    while plane.state(job) != "paused":
+        plane.steps(1, 30.0)
+        if plane.state(job) != "paused":
+            filled.turn()
+    # Its supervisor writes the report, and the nodes are the job's until it has.
+    assert plane.store.job(job).nodes and job in plane.supervisors.alive
+    filled.found = of({})
+    plane.controller.resume(job, "resumed by ada, who made room")
+    assert left_out(plane) == {}
+    go(plane, filled, passes=8)
+    assert left_out(plane) == {}
+    assert attempts(plane, job) == 4 and filled.alive is not None
+    assert filled.alive.phase is Phase.TRAINING
+
+
 def test_jobs_of_one_node_each_do_not_add_up_to_the_cluster(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, 4, 4, 4, 4, 4, 4)
     jobs = [Supervised(plane, plane.submit(f"toy{i}"), off(-60.0)) for i in range(6)]
