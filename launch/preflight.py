@@ -10,7 +10,7 @@ doesn't come back in time is a failure of its node.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SPEC_FILE = "spec.yaml"
@@ -188,14 +188,7 @@ def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> 
     Those of which no link works first, then the one with most failing links, as long as any is
     left. Of equal ones a newcomer, for the others have worked together; then the last.
     """
-    bad: dict[frozenset[int], str] = {}
-    for link in links:
-        slow = limits.min_bandwidth_mbit_s
-        if link.error:
-            bad[frozenset((link.one, link.other))] = link.error
-        elif slow is not None and link.mbit_s < slow:
-            told = f"{link.mbit_s:.0f} Mbit/s, and preflight.min_bandwidth_mbit_s is {slow:g}"
-            bad.setdefault(frozenset((link.one, link.other)), told)
+    bad = _failing(links, limits)
     # Those that aren't new have worked together, though nobody has tried it now.
     work = {
         place
@@ -217,6 +210,40 @@ def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> 
     return found
 
 
+def far_ends(
+    links: Sequence[Link], named: Collection[int], limits: Limits
+) -> dict[int, tuple[int, ...]]:
+    """Of nodes that are ``named`` for a few of their links: the other ends of those, where nobody
+    is named for them. It is such an end that is at fault where it is that of node after node,
+    which one preflight can't see."""
+    tried: dict[int, set[int]] = {}
+    for link in links:
+        tried.setdefault(link.one, set()).add(link.other)
+        tried.setdefault(link.other, set()).add(link.one)
+    ends: dict[int, set[int]] = {}
+    for pair in _failing(links, limits):
+        for place in pair:
+            ends.setdefault(place, set()).update(pair - {place})
+    return {
+        place: tuple(sorted(ends[place]))
+        for place in sorted(ends.keys() & set(named))
+        if ends[place].isdisjoint(named) and 2 * len(ends[place]) <= max(2, len(tried[place]))
+    }
+
+
+def _failing(links: Sequence[Link], limits: Limits) -> dict[frozenset[int], str]:
+    """Pairs whose link fails or is too slow, and why."""
+    bad: dict[frozenset[int], str] = {}
+    for link in links:
+        slow = limits.min_bandwidth_mbit_s
+        if link.error:
+            bad[frozenset((link.one, link.other))] = link.error
+        elif slow is not None and link.mbit_s < slow:
+            told = f"{link.mbit_s:.0f} Mbit/s, and preflight.min_bandwidth_mbit_s is {slow:g}"
+            bad.setdefault(frozenset((link.one, link.other)), told)
+    return bad
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What preflight came to."""
@@ -228,6 +255,8 @@ class Verdict:
     slowest_mbit_s: float | None = None
     """Of the links; None for one node."""
     device: str = ""
+    far_ends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """As of ``far_ends``, by Ray's ids."""
 
     def detail(self) -> dict[str, Any]:
         """Of its event."""
@@ -237,6 +266,7 @@ class Verdict:
             "nodes": self.nodes,
             "slowest_mbit_s": self.slowest_mbit_s,
             "device": self.device,
+            "far_ends": {node: list(ends) for node, ends in self.far_ends.items()},
         }
 
 

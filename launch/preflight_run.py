@@ -25,6 +25,7 @@ from launch.preflight import (
     Verdict,
     apart,
     blame,
+    far_ends,
     judge,
     rounds,
 )
@@ -96,6 +97,7 @@ class PreflightRun:
         self._tried_again = False
         self._round_ends = 0.0
         self._links: list[Link] = []
+        self._far_ends: dict[str, tuple[str, ...]] = {}
         fresh = [seat for seat in self._seats if seat.node_id in self._newcomers]
         self._probes = {
             seat.node_id: self._ask(seat.node_id, probe_node, demand, seat.node_ip)
@@ -228,8 +230,12 @@ class PreflightRun:
         gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
         links = [link for link in self._links if gone.isdisjoint((link.one, link.other))]
         newcomers = [i for i, s in enumerate(self._seats) if s.node_id in self._newcomers]
-        for place, failure in blame(links, newcomers, self._limits).items():
-            self._failed[self._seats[place].node_id] = failure
+        named = blame(links, newcomers, self._limits)
+        self._failed |= {self._seats[place].node_id: failure for place, failure in named.items()}
+        self._far_ends = {
+            self._seats[place].node_id: tuple(self._seats[end].node_id for end in ends)
+            for place, ends in far_ends(links, named, self._limits).items()
+        }
 
     def _verdict(self, now: float) -> Verdict:
         speeds = [link.mbit_s for link in self._links if not link.error]
@@ -240,6 +246,7 @@ class PreflightRun:
             nodes=len(self._seats),
             slowest_mbit_s=min(speeds, default=None),
             device=", ".join(sorted(devices)),
+            far_ends=self._far_ends,
         )
 
     def _ask(self, node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -13,7 +13,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
@@ -21,7 +20,8 @@ from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.groups import NodeGroups, group_name
 from orchestrator.nodes.notices import judged_told, keeper_told, moves, resized, spare_told
 from orchestrator.nodes.sight import Sight
-from orchestrator.placement.accusation import Accusation, accused, machine_addresses
+from orchestrator.placement.accusation import accused, failed_checks, machine_addresses
+from orchestrator.placement.checks import laid
 from orchestrator.placement.placement import (
     Barred,
     Mended,
@@ -174,26 +174,27 @@ class NodeDesk:
         if self._settled.get(row.id) == mark:
             return
         seen = self._store.past.incidents(row.id, row.attempt)
-        failed = self._store.past.events_of_attempt(row.id, row.attempt, "preflight_failed")
-        if seen or failed:
+        checks = self._store.nodes.checks(row.id, row.attempt, self._config.window_s)
+        if seen or checks:
             drilled = self._store.past.events_of_attempt(row.id, row.attempt, "drill")
             rehearsed = {e["detail"]["rank"] for e in drilled}
             nodes = self._groups.capacities()
             addresses = machine_addresses(nodes)
             # Not where it stands now: some seats may have been replaced for what is told here.
             seats = self._store.attempts.seats_of(row)
-            window = failed[-1]["time"] - self._config.window_s if failed else 0.0
+            failures = laid(checks)
             need = need_of(row.spec)
             judged = self._store.nodes.accuse(
                 row.id,
                 [
                     *accused(seen, seats, rehearsed, addresses, row.id),
-                    *self._failed_checks(row, failed, addresses),
+                    *failed_checks(failures, addresses, row.id),
                 ],
                 self._config,
                 [n for n in nodes if n.total.get(need.resource, 0) >= need.slots],
                 now,
-                checks=self._store.nodes.checks(row.id, row.attempt, window) if failed else (),
+                checks=checks,
+                cleared=failures.cleared,
                 tell=lambda judged: judged_told(judged, now),
             )
             for case, found in judged:
@@ -402,24 +403,6 @@ class NodeDesk:
         self, job: str, nodes: Sequence[NodeCapacity | NodeSlot], now: float
     ) -> dict[str, Barred]:
         return barring(self._store.nodes.in_force(now), nodes, job, now)
-
-    def _failed_checks(
-        self, row: JobRow, events: Sequence[dict[str, Any]], addresses: dict[str, str]
-    ) -> list[Accusation]:
-        """What preflight found of the attempt's nodes."""
-        return [
-            Accusation(
-                node_id=node_id,
-                address=addresses.get(node_id, ""),
-                job=row.id,
-                attempt=row.attempt,
-                kind="unfit" if failure["for_this_job"] else "preflight",
-                message=failure["reason"],
-                time=event["time"],
-            )
-            for event in events
-            for node_id, failure in event["detail"]["failed"].items()
-        ]
 
     def _tell_stayed(
         self, row: JobRow, plan: Mended, barred: dict[str, Barred], now: float

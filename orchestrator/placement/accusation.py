@@ -1,7 +1,7 @@
 """What a job says of the nodes that it ran on. Pure.
 
-Promises: accused is who alone can have done it, by what became of its ranks; a machine is known
-again by its address where that is its own.
+Promises: accused is who alone can have done it, by what became of its ranks, or whom preflight's
+failures are laid to; a machine is known again by its address where that is its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal
 
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
+from orchestrator.placement.checks import Laid
 from orchestrator.placement.placement import NodeCapacity
 
 AccusationKind = Literal["ranks_lost", "corruption", "slow", "preflight", "unfit"]
@@ -78,6 +79,22 @@ def accused(
                 rehearsed=all(r in rehearsed for r in mine),
             )
     return list(found.values())
+
+
+def failed_checks(laid: Laid, addresses: Mapping[str, str], job: str) -> list[Accusation]:
+    """What preflight says of nodes; ``addresses`` as of ``accused``."""
+    return [
+        Accusation(
+            node_id=node_id,
+            address=addresses.get(node_id, ""),
+            job=job,
+            attempt=laid.attempt,
+            kind="unfit" if failure.for_this_job else "preflight",
+            message=failure.reason,
+            time=laid.time,
+        )
+        for node_id, failure in laid.failed.items()
+    ]
 
 
 def machine_addresses(nodes: Sequence[NodeCapacity]) -> dict[str, str]:

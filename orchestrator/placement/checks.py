@@ -1,14 +1,15 @@
 """What preflight came to on a job's nodes, attempt by attempt. Pure.
 
 Promises: the same check is known again whatever it measured; a node counts as one that passed it
-only where it was tried.
+only where it was tried; a node with which the links of one node after another fail is at fault,
+and not they.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from launch.preflight import Failure
 
@@ -23,6 +24,8 @@ class Checked:
     """That have ranks, by Ray's id."""
     failed: Mapping[str, Failure]
     """Of these; none where the attempt trained."""
+    far_ends: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of those that failed for a few of their links: the nodes at the other end."""
 
     def passed(self, check: str) -> set[str]:
         """Nodes that came through ``check``. Links are tried once every node has passed alone."""
@@ -32,6 +35,53 @@ class Checked:
 
     def _reasons(self) -> list[str]:
         return [check_of(failure.reason) for failure in self.failed.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """To whom the failures of a job's last preflight are laid."""
+
+    attempt: int
+    time: float
+    failed: Mapping[str, Failure]
+    """By Ray's id."""
+    cleared: frozenset[tuple[int, str]]
+    """(attempt, node): those that preflight named for links whose other end is at fault."""
+
+
+def laid(checks: Sequence[Checked]) -> Laid:
+    """``checks`` are a job's, oldest first; where there are none, nothing is laid to anybody."""
+    if not checks:
+        return Laid(0, 0.0, {}, frozenset())
+    named: dict[str, set[str]] = {}
+    """For links with this node."""
+    at_fault: set[str] = set()
+    of_the_last: dict[str, Failure] = {}
+    for one in checks:
+        of_the_last = {}
+        for node, ends in one.far_ends.items():
+            for end in ends:
+                if others := named.get(end, set()) - {node}:
+                    why = one.failed[node].reason.partition(": ")[2]
+                    count = len(others) + 1
+                    # As ``blame`` says it: the same check.
+                    told = f"{count} of its {count} links failed: with one node after the other"
+                    of_the_last[end] = Failure(f"{told}: {why}", False)
+        # Or it is named itself, where all were new to each other.
+        by_itself = {node for node, why in one.failed.items() if of_links(check_of(why.reason))}
+        at_fault |= of_the_last.keys() | (by_itself & named.keys())
+        for node, ends in one.far_ends.items():
+            for end in ends:
+                named.setdefault(end, set()).add(node)
+    cleared = frozenset(
+        (one.attempt, node)
+        for one in checks
+        for node, ends in one.far_ends.items()
+        if at_fault >= set(ends)
+    )
+    last = checks[-1]
+    stays = {n: why for n, why in last.failed.items() if (last.attempt, n) not in cleared}
+    return Laid(last.attempt, last.time, {**stays, **of_the_last}, cleared)
 
 
 def check_of(message: str) -> str:

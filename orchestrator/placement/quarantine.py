@@ -12,7 +12,7 @@ takes grows with the nodes and with what is held against them, not with the one 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -180,23 +180,34 @@ class Docket:
         *,
         now: float,
         checks: Sequence[Checked] = (),
+        cleared: Collection[tuple[int, str]] = (),
     ) -> None:
         """``past``: accusations of ``window_s`` and those that are judged; ``quarantines``: those
         in force, those that the machines ever had, and those that the job has cost within the
         window; ``nodes``: those that are large enough for a seat of the job; ``checks``: what
-        preflight came to in the job's attempts within the window."""
+        preflight came to in the job's attempts within the window; ``cleared``: (attempt, node)
+        that it accused there and that are not at fault: what came of that is ``withdrawn``."""
         self._job = job
         self._config = config
         self._now = now
         self._checks = checks
         self._nodes = len(nodes)
-        self._past = past
+        held = [
+            a
+            for a in past
+            if a.job != job or a.kind != "preflight" or (a.attempt, a.node_id) not in cleared
+        ]
+        self._past = held
         self._by_check: dict[str, list[Accusation]] = {}
-        for one in past:
+        for one in held:
             if one.kind == "preflight":
                 self._by_check.setdefault(check_of(one.message), []).append(one)
         self._common: dict[str, _Common | None] = {}
         self._against = _ByMachine(quarantines)
+        no_fault = set(past) - set(held)
+        self.withdrawn = self._decided_by(no_fault, ("preflight", "unfit"), now)
+        for entry in self.withdrawn:
+            self._against.drop(entry)
         self._able: dict[tuple[str, str], list[tuple[str, str]]] = {}
         for node in nodes:
             for name in _names(node.node_id, node.address):
@@ -294,16 +305,22 @@ class Docket:
         return mine if len(failed) > max(1, len(passed - failed)) else []
 
     def _common_of(self, case: Accusation, check: str, alike: Sequence[Accusation]) -> _Common:
-        shown = {(a.job, a.time, *name) for a in alike for name in _names(a.node_id, a.address)}
-        decided = [
+        decided = self._decided_by(alike, [case.kind], case.time)
+        look_at = next(what for pattern, what in _COMMON if re.search(pattern, check))
+        return _Common(len(_machines(alike)), look_at, decided)
+
+    def _decided_by(
+        self, cases: Iterable[Accusation], kinds: Collection[AccusationKind], now: float
+    ) -> tuple[Quarantine, ...]:
+        """Quarantines in force that came of these."""
+        shown = {(a.job, a.time, *name) for a in cases for name in _names(a.node_id, a.address)}
+        return tuple(
             q
             for q in self._against.every()
-            if q.kind == case.kind
-            and q.active(case.time)
+            if q.kind in kinds
+            and q.active(now)
             and any((q.job, q.since, *name) in shown for name in _names(q.node_id, q.address))
-        ]
-        look_at = next(what for pattern, what in _COMMON if re.search(pattern, check))
-        return _Common(len(_machines(alike)), look_at, tuple(decided))
+        )
 
     def _shared(self, case: Accusation, common: _Common, machines: Sequence[Quarantine]) -> Shared:
         """``machines``: as for ``_left_out``."""

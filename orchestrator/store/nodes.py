@@ -9,7 +9,7 @@ about is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, fields
 
 import sqlalchemy as sa
@@ -32,6 +32,8 @@ BY_CONTROLLER = "the controller, for other nodes failed alike"
 """Who releases a node of whom it turned out that it is not its fault."""
 AHEAD_S = 5.0
 """Seconds that the clock of who saw a fault may be ahead of ours."""
+NOT_AT_FAULT = "the controller, for the node at the other end of its links is at fault"
+"""As well."""
 
 
 Judged = tuple[Accusation, Quarantine | Shared | Dismissed]
@@ -52,30 +54,40 @@ class NodeRecords:
         with self._reading() as db:
             return _quarantines(db, _in_force(now))
 
-    def checks(self, job: str, attempt: int, since: float) -> list[Checked]:
-        """What preflight came to in the job's attempts up to this one, as far as it was told after
-        ``since``, oldest first. One that trained has passed."""
-        told = sa.select(events).where(
-            events.c.job == job,
-            events.c.attempt <= attempt,
-            events.c.kind.in_(("preflight", "preflight_failed", "state")),
-            events.c.time > since,
+    def checks(self, job: str, attempt: int, window_s: float) -> list[Checked]:
+        """What preflight came to in the job's attempts up to this one, oldest first, as far as it
+        was told within ``window_s`` before it failed in this one; empty where it did not. An
+        attempt that trained has passed."""
+        mine = (events.c.job == job, events.c.attempt <= attempt)
+        failing = sa.select(sa.func.max(events.c.time)).where(
+            *mine, events.c.attempt == attempt, events.c.kind == "preflight_failed"
         )
-        found: dict[int, tuple[float, dict[str, Failure]]] = {}
+        found: dict[int, tuple[float, dict[str, Failure], dict[str, list[str]]]] = {}
         with self._reading() as db:
+            last = db.execute(failing).scalar_one()
+            if last is None:
+                return []
+            told = sa.select(events).where(
+                *mine,
+                events.c.kind.in_(("preflight", "preflight_failed", "state")),
+                events.c.time > last - window_s,
+                events.c.time <= last,
+            )
             for row in db.execute(told.order_by(events.c.id)).mappings():
                 detail = json.loads(row["detail"])
                 if row["kind"] == "state" and detail["to"] != JobState.RUNNING.word:
                     continue
-                _, failed = found.setdefault(row["attempt"], (row["time"], {}))
+                failed, ends = found.get(row["attempt"], (0.0, {}, {}))[1:]
                 failed |= {node: Failure(**why) for node, why in detail.get("failed", {}).items()}
+                ends |= detail.get("far_ends", {})
+                found[row["attempt"]] = (row["time"], failed, ends)
             where = sa.select(attempts.c.attempt, attempts.c.nodes).where(
                 attempts.c.job == job, attempts.c.attempt.in_(found)
             )
             seats = {number: seats_in(nodes) for number, nodes in db.execute(where) if nodes}
         return [
-            Checked(number, time, _working(seats.get(number, ())), failed)
-            for number, (time, failed) in sorted(found.items())
+            Checked(number, time, _working(seats.get(number, ())), failed, ends)
+            for number, (time, failed, ends) in sorted(found.items())
         ]
 
     def accuse(
@@ -87,6 +99,7 @@ class NodeRecords:
         now: float,
         *,
         checks: Sequence[Checked] = (),
+        cleared: Collection[tuple[int, str]] = (),
         tell: Callable[[Sequence[Judged]], Sequence[EventDraft]] = lambda judged: (),
     ) -> list[Judged]:
         """Store what an attempt of ``job`` shows of nodes, what comes of it, and what there is to
@@ -107,7 +120,11 @@ class NodeRecords:
             recent = sa.select(accusations).where(accusations.c.time > since)
             past = [_accusation(row) for row in db.execute(recent).mappings()]
             entries = _that_matter(db, job, new, since)
-            docket = Docket(job, past, entries, nodes, config, now=now, checks=checks)
+            docket = Docket(
+                job, past, entries, nodes, config, now=now, checks=checks, cleared=cleared
+            )
+            for entry in docket.withdrawn:
+                _release(db, entry, NOT_AT_FAULT, entry.since, now)
             judged = [(case, docket.judge(case)) for case in new]
             for case, found in judged:
                 if isinstance(found, Quarantine):

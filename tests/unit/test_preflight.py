@@ -342,6 +342,8 @@ def test_two_that_hold_up_each_other_are_not_both_named(monkeypatch: pytest.Monk
     nodes.hang = frozenset((0, 3))  # the first pair
     verdict = preflight_of(nodes, monkeypatch)
     assert len(verdict.failed) == 1 and verdict.failed.keys() < {"node0", "node3"}
+    (ends,) = verdict.far_ends.values()
+    assert {*verdict.failed, *ends} == {"node0", "node3"}
 
 
 def test_what_was_not_tried_for_want_of_time_is_not_held_against_a_node(
