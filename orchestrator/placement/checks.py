@@ -91,4 +91,4 @@ def check_of(message: str) -> str:
 
 def of_links(check: str) -> bool:
     """Whether it is one of what is between nodes."""
-    return re.search(r"\blinks\b", check) is not None
+    return re.search(r"\blinks (failed|could|were)\b", check) is not None

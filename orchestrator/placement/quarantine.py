@@ -96,6 +96,7 @@ class _Common:
 
 
 _COMMON: tuple[tuple[str, str], ...] = (
+    (r"\bcan't be written$|\bfree for\b", "the job's storage"),
     (r"\bclock\b", "the clock of the controller's machine"),
     (
         r"\blinks\b",
@@ -109,6 +110,9 @@ _COMMON: tuple[tuple[str, str], ...] = (
 )
 """What a check's failures on many nodes have in common, the first pattern that is found in it."""
 
+
+_Check = tuple[AccusationKind, str]
+"""What is said of a node, whatever was measured."""
 
 _OF_THE_MACHINE = ("device", "matmul gave a wrong result", "FP8 cast gave a wrong result")
 """Checks that no job and no other machine has a part in: two nodes may well fail them by chance."""
@@ -198,11 +202,11 @@ class Docket:
             if a.job != job or a.kind != "preflight" or (a.attempt, a.node_id) not in cleared
         ]
         self._past = held
-        self._by_check: dict[str, list[Accusation]] = {}
+        self._by_check: dict[_Check, list[Accusation]] = {}
         for one in held:
-            if one.kind == "preflight":
-                self._by_check.setdefault(check_of(one.message), []).append(one)
-        self._common: dict[str, _Common | None] = {}
+            if one.kind in ("preflight", "unfit"):
+                self._by_check.setdefault(_check(one), []).append(one)
+        self._common: dict[_Check, _Common | None] = {}
         self._against = _ByMachine(quarantines)
         no_fault = set(past) - set(held)
         self.withdrawn = self._decided_by(no_fault, ("preflight", "unfit"), now)
@@ -254,13 +258,13 @@ class Docket:
             if isinstance(lost, Dismissed):
                 return lost
             told = f"ranks on it were lost {lost} times; the last time: {told}"
-        if case.kind == "preflight":
+        if case.kind in ("preflight", "unfit"):
             common = self._in_common(case)
             if common is not None:
                 return self._shared(case, common, machines)
-            if not others:
-                why = f"{told}; no other node has room for {case.job}, and it is left out for it"
-                return _left_out(case, "unfit", f"{why} alone", machines, self._config)
+        if case.kind == "preflight" and not others:
+            why = f"{told}; no other node has room for {case.job}, and it is left out for it alone"
+            return _left_out(case, "unfit", why, machines, self._config)
         return _left_out(case, case.kind, told, machines, self._config)
 
     def _lost(self, case: Accusation, machines: Sequence[Quarantine]) -> int | Dismissed:
@@ -282,18 +286,20 @@ class Docket:
     def _in_common(self, case: Accusation) -> _Common | None:
         """What most nodes have in common of which the same is said as of that of ``case``; None
         where it is alone with it, or they are few."""
-        check = check_of(case.message)
+        check = _check(case)
         if check not in self._common:
-            alike = self._said_of_most(case, check)
-            self._common[check] = self._common_of(case, check, alike) if alike else None
+            alike = self._said_of_most(case)
+            self._common[check] = self._common_of(case, alike) if alike else None
         return self._common[check]
 
-    def _said_of_most(self, case: Accusation, check: str) -> list[Accusation]:
+    def _said_of_most(self, case: Accusation) -> list[Accusation]:
         """The accusations that say the same of most nodes: of those that the job had, or of the
         cluster's."""
-        alike = self._by_check.get(check, [])
+        kind, check = _check(case)
+        alike = self._by_check.get((kind, check), [])
         of_itself = check.startswith(_OF_THE_MACHINE)
-        if len(_machines(alike)) > max(2 if of_itself else 1, self._nodes / 2):
+        # What other jobs can't use for want of the same is nothing to this one.
+        if kind == "preflight" and len(_machines(alike)) > max(1 + of_itself, self._nodes / 2):
             return alike
         if of_itself:
             return []
@@ -304,8 +310,10 @@ class Docket:
         passed = {at.get(node, node) for one in self._checks for node in one.passed(check)}
         return mine if len(failed) > max(1, len(passed - failed)) else []
 
-    def _common_of(self, case: Accusation, check: str, alike: Sequence[Accusation]) -> _Common:
-        decided = self._decided_by(alike, [case.kind], case.time)
+    def _common_of(self, case: Accusation, alike: Sequence[Accusation]) -> _Common:
+        kind, check = _check(case)
+        # What it is for this job alone stays so.
+        decided = self._decided_by(alike, [kind], case.time) if kind == "preflight" else ()
         look_at = next(what for pattern, what in _COMMON if re.search(pattern, check))
         return _Common(len(_machines(alike)), look_at, decided)
 
@@ -329,7 +337,7 @@ class Docket:
             f"for {case.job} alone: look at {common.look_at}"
         )
         entry = _left_out(case, "unfit", why, machines, self._config)
-        self._common[check_of(case.message)] = replace(common, decided=())
+        self._common[_check(case)] = replace(common, decided=())
         return Shared(entry, common.nodes, common.look_at, common.decided)
 
 
@@ -360,6 +368,10 @@ def _left_out(
 
 def _address(node: NodeCapacity | NodeSlot) -> str:
     return node.node_ip if isinstance(node, NodeSlot) else node.address
+
+
+def _check(case: Accusation) -> _Check:
+    return case.kind, check_of(case.message)
 
 
 def _names(node_id: str, address: str) -> list[tuple[str, str]]:

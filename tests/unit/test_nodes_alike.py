@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.checks import Checked, check_of
 from orchestrator.placement.quarantine import Quarantine, Shared, barring
 from tests.unit.control_plane import ControlPlane, tell, where
-from tests.unit.test_preflight_blame import left_out
+from tests.unit.test_preflight_blame import Supervised, go, left_out, of
 from tests.unit.test_quarantine import CONFIG, checked, judged, quarantine
 
 HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
@@ -200,3 +201,52 @@ def test_two_bad_nodes_that_a_small_job_meets_one_after_the_other_stay_left_out(
         fails(plane, job, "node3", reason)
         assert left_out(plane) == {"node1": "preflight", "node3": "preflight"}
         assert plane.told(job, "nodes_alike") == plane.told(job, "node_released") == []
+
+
+def unfit(node: int, told: str, **changes: Any) -> Accusation:
+    """As ``checked``, of what only the job can't use."""
+    return replace(checked(node, told, **changes), kind="unfit")
+
+
+class TestWhatOneJobCannotUse:
+    FOLDER = "/shared/links/clock/toy-1 can't be written: Read-only file system"
+    DISK = "0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB: make room"
+    MEMORY = "1.2 GB of memory free, and its ranks' state alone takes 98 GB"
+
+    def test_a_folder_that_no_node_can_write_is_the_jobs_storage(self) -> None:
+        for told, common in (
+            (self.FOLDER, "the job's storage"),
+            (self.DISK, "the job's storage"),
+            (self.MEMORY, "what the job brings to its nodes"),
+        ):
+            answer = judged(unfit(1, told), unfit(2, told.replace("0.1", "0.2")))
+            assert isinstance(answer, Shared) and answer.look_at.startswith(common)
+            assert (answer.nodes, answer.taken_back) == (2, ())
+            assert (answer.entry.kind, answer.entry.until) == ("unfit", CONFIG.unfit_s)
+
+    def test_one_that_others_can_write_is_its_nodes_and_other_jobs_are_nothing_to_it(self) -> None:
+        why = Failure(self.FOLDER, True)
+        first = unfit(1, self.FOLDER)
+        others = [unfit(i, self.FOLDER, job="other") for i in range(2, 6)]
+        for answer in (
+            judged(first),
+            judged(first, *others, nodes=6),
+            judged(first, unfit(2, self.FOLDER), checks=[checking(1, 2, 3, 4)]),
+            judged(first, checks=[checking(1, 2, n1=why)]),
+        ):
+            assert isinstance(answer, Quarantine) and answer.kind == "unfit"
+
+
+def test_a_folder_that_all_nodes_find_unwritable_is_told_as_what_they_have_in_common(
+    tmp_path: Path,
+) -> None:
+    plane = ControlPlane(tmp_path, *[4] * 4)
+    job = plane.submit(num_nodes=3, training={"train_batch_size": 24})
+    full = Failure("/shared/toy can't be written: No space left on device", True)
+    go(plane, Supervised(plane, job, of(dict.fromkeys(("node0", "node1", "node2"), full))))
+    told = plane.told(job, "nodes_alike")[0]
+    assert told == (
+        "Preflight failed alike on 3 nodes, which is hardly their fault: they are left out for "
+        f"{job} alone. Look at the job's storage."
+    )
+    assert set(left_out(plane).values()) == {"unfit"}
