@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.controller.preemption import GROW, Preemption
+from orchestrator.controller.preemption import GROW, Preemption, grows
 from orchestrator.controller.seen import Seen
 from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.desk import NodeDesk
 from orchestrator.placement.fair_queue import turns
 from orchestrator.placement.placement import Mended
-from orchestrator.recovery.controls import STOPS
+from orchestrator.recovery.controls import STOPS, Control
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
@@ -94,13 +94,11 @@ class Growth:
         resting = [node for node, (until, _) in self._ungranted.items() if seen.now < until]
         sight = sight.without_nodes(resting)
         for row in small:
-            # What it takes as it starts.
-            starts = row.state is not JobState.RUNNING or _stops(row, seen)
-            if starts and isinstance(plan := sight.mended(row), Mended):
+            if _starts(row, seen) and isinstance(plan := sight.mended(row), Mended):
                 sight = sight.without(row, plan.taken)
         could: dict[str, tuple[JobRow, Mended]] = {}
         for row in small:
-            if row.state is JobState.RUNNING and not _stops(row, seen):
+            if row.state is JobState.RUNNING and not _asked(row, seen):
                 plan = sight.mended(row)
                 if isinstance(plan, Mended) and self._may(row, _working(plan.nodes), seen.now):
                     could[row.id] = replace(row, nodes=()), plan
@@ -138,8 +136,7 @@ class Growth:
         return found
 
     def _counted(self, row: JobRow) -> _InVain:
-        asked = [r.control for r in self._store.controls.of(row.id)]
-        asked = [c for c in asked if c.kind == "preempt" and c.key.startswith(GROW)]
+        asked = [r.control for r in self._store.controls.of(row.id) if grows(r.control)]
         had = self._store.attempts.nodes_of(row.id) if asked else {}
         times, most, last = 0, 0, row.attempt
         for control in reversed(asked):
@@ -176,5 +173,13 @@ def _small(row: JobRow) -> bool:
     return len(row.asks.counts) > 1 and 0 < _working(row.nodes) < row.asks.need.nodes
 
 
-def _stops(row: JobRow, seen: Seen) -> bool:
-    return any(control.kind in STOPS for control in seen.asked.get(row.id, ()))
+def _asked(row: JobRow, seen: Seen) -> list[Control]:
+    """What is to stop it."""
+    return [control for control in seen.asked.get(row.id, ()) if control.kind in STOPS]
+
+
+def _starts(row: JobRow, seen: Seen) -> bool:
+    """Whether it is about to start on what is free, or has been asked to."""
+    if row.state is JobState.RUNNING:
+        return any(grows(control) for control in _asked(row, seen))
+    return row.state in (JobState.QUEUED, JobState.STARTING, JobState.RECOVERING)

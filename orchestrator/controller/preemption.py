@@ -163,13 +163,18 @@ class Preemption:
         )
 
 
+def grows(control: Control) -> bool:
+    """Whether it asks a job to start anew on more nodes."""
+    return control.kind == "preempt" and control.key.startswith(GROW)
+
+
 def _stays(row: JobRow, asked: Mapping[str, Sequence[Control]], priority: int) -> bool:
     """Whether nothing makes the job give its nodes back soon, for one of ``priority``: what is to
     start anew on more nodes gives its own to a more important one alone."""
     if not row.state.holds_nodes or row.state is JobState.CANCELLING:
         return False
     stops = [c for c in asked.get(row.id, ()) if c.kind in STOPS]
-    if any(c.kind != "preempt" or not c.key.startswith(GROW) for c in stops):
+    if not all(grows(control) for control in stops):
         return False
     return not stops or row.priority >= priority or not row.asks.preemptible
 

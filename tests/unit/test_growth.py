@@ -90,6 +90,14 @@ def test_two_that_come_back_at_once_are_for_two_of_them(tmp_path: Path) -> None:
     assert all(len(where(course.plane, job)) == 2 for job in stopped)
 
 
+def test_one_that_has_ended_and_writes_its_report_takes_none(tmp_path: Path) -> None:
+    course, gone = half_of_each(tmp_path, 2)
+    ended, other = course.jobs
+    tell(course.plane, ended, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
+    course.plane.groups.dead.discard(gone[0])
+    assert course.run(20.0) == [other]
+
+
 def test_nobody_stops_for_a_node_that_ray_does_not_grant(tmp_path: Path) -> None:
     plane, job = on_one_of_two(tmp_path)
     plane.groups.unwilling.add("node0")
