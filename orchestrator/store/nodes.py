@@ -78,7 +78,10 @@ class NodeRecords:
                 if row["kind"] == "state" and detail["to"] != JobState.RUNNING.word:
                     continue
                 failed, ends = found.get(row["attempt"], (0.0, {}, {}))[1:]
-                failed |= {node: Failure(**why) for node, why in detail.get("failed", {}).items()}
+                failed |= {
+                    node: Failure(why["reason"], why["for_this_job"])
+                    for node, why in detail.get("failed", {}).items()
+                }
                 ends |= detail.get("far_ends", {})
                 found[row["attempt"]] = (row["time"], failed, ends)
             where = sa.select(attempts.c.attempt, attempts.c.nodes).where(
