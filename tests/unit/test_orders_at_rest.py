@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from orchestrator.recovery.controls import Control
-from orchestrator.store.nodes import REMEMBERED
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import LAYERS
 from tests.unit.stored_job import JOB, StoredJob
@@ -58,7 +57,7 @@ def test_of_several_quarantines_the_one_that_lasts_is_shown_and_none_is_forgotte
     roll = plane.controller.roll
     roll.quarantine("node0", "bad fan", "bob", None, 1000.0)
     roll.quarantine("node0", "look at it", "alice", 10.0, 1000.0)
-    for _ in range(REMEMBERED + 1):
+    for _ in range(1001):
         roll.quarantine("node1", "look at it", "alice", 1.0, 1000.0)
     for now in (1005.0, 2000.0):
         (view,) = [v for v in roll.view(now) if v.node_id == "node0"]

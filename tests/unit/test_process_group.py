@@ -10,15 +10,18 @@ import pytest
 
 import launch.process_group
 from launch.commands import Assignment
-from launch.process_group import JoinError
+from launch.process_group import JoinError, host_store
 from tests.ranks.launch_ranks import free_port
 
 
 class Meeting:
     """Ranks of one attempt, as threads that only meet."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size, self._port = world_size, free_port()
+    def __init__(self, world_size: int, *, hosted: bool = False) -> None:
+        """``hosted``: rank 0's store is there before any rank comes."""
+        self._hosted = host_store("127.0.0.1") if hosted else None
+        self._world_size = world_size
+        self._port = self._hosted.port if self._hosted else free_port()
         self.errors: dict[int, JoinError] = {}
         self._stores: list[object] = []
         """They live on, as a rank's does."""
@@ -38,13 +41,15 @@ class Meeting:
         mine = Mine()
         mine.rank = rank  # type: ignore[attr-defined]
         try:
-            self._stores.append(launch.process_group._met(cast(Assignment, mine)))
+            hosted = None if rank else self._hosted
+            self._stores.append(launch.process_group._met(cast(Assignment, mine), hosted))
         except JoinError as error:
             self.errors[rank] = error
 
 
-def test_ranks_that_all_come_meet() -> None:
-    meeting = Meeting(3)
+@pytest.mark.parametrize("hosted", [True, False])
+def test_ranks_that_all_come_meet(hosted: bool) -> None:
+    meeting = Meeting(3, hosted=hosted)
     meeting.come(0, 1, 2)
     assert not meeting.errors
 
