@@ -14,6 +14,7 @@ import ray
 from monitoring.job_view import split_timelines
 from monitoring.records import StepRecord
 from orchestrator.actions import Action
+from tests.cluster.processes import runs
 from tests.cluster.supervised import SupervisedJob, small_spec
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -127,7 +128,7 @@ def test_a_supervisor_that_dies_takes_its_ranks_along_and_the_next_goes_on(
         assert len(before) == 2
         ray.kill(job.supervisor)
         end = time.monotonic() + 20
-        while any(_runs(pid) for pid in before):
+        while any(runs(pid) for pid in before):
             assert time.monotonic() < end, "the ranks outlive their supervisor"
             time.sleep(0.1)
         told = job.told()
@@ -153,7 +154,3 @@ def test_an_error_in_the_job_fails_it_with_what_the_ranks_raised(tmp_path: Path)
 
 def _steps(tmp_path: Path, steps: int) -> dict[str, object]:
     return small_spec(tmp_path).training.model_dump() | {"steps": steps}
-
-
-def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -23,6 +23,7 @@ from launch.node_calls import NAMESPACE, Call, call_all
 from launch.rank_group import NodeSilentError, Seat
 from launch.snapshots import DamagedSnapshotError, SnapshotKey
 from launch.worker_group import WorkerGroup
+from tests.cluster.processes import runs
 
 JOB = "grouped-000001"
 KEEPER = f"octavo-keeper-{JOB}-0"
@@ -110,10 +111,6 @@ def launched(group: WorkerGroup, fault: str = "", faulty: int = 1) -> list[int]:
     until(group.ready)
     group.run([assigned(rank, fault if rank == faulty else "") for rank in range(SLOTS)])
     return [worker.info.pid for worker in group._ranks]
-
-
-def runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_ranks_run_until_they_are_told_to_stop(group: WorkerGroup, keeper: Any) -> None:
