@@ -67,8 +67,9 @@ def host_store(address: str) -> dist.TCPStore:
 def join(assignment: Assignment, hosted: dist.TCPStore | None = None) -> dist.ProcessGroup:
     """Make the default process group; returns a gloo group of all ranks for small words.
 
-    gloo on CPU, NCCL with the device of ``local_rank`` on GPU. ``hosted``: rank 0's, from
-    ``host_store``; without it rank 0 opens one at the assignment's port. Raises JoinError.
+    gloo on CPU, NCCL with the device of ``local_rank`` on GPU. ``hosted``: what this process has
+    from ``host_store``, taken if it is the assignment's; without it rank 0 opens one at that port.
+    Raises JoinError.
     """
     os.environ.update(rank_environment(assignment))
     on_gpu = torch.cuda.is_available()
@@ -93,6 +94,9 @@ def join(assignment: Assignment, hosted: dist.TCPStore | None = None) -> dist.Pr
 def _met(assignment: Assignment, hosted: dist.TCPStore | None) -> dist.TCPStore:
     """The store at the attempt's address, once every rank has come there."""
     rank, world_size = assignment.rank, assignment.world_size
+    if hosted is not None and (rank != 0 or hosted.port != assignment.master_port):
+        # Of a supervisor that has gone, before it gave ranks out; this one has drawn others.
+        hosted = None
     address = f"{assignment.master_addr}:{assignment.master_port}"
     within = f"within {JOIN_TIMEOUT_S:g} s"
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)

@@ -158,6 +158,7 @@ class AttemptStarter:
             attempt.facts.apply(taken_over)
         self.starts_at(points[0].step if points else 0, now)
         job.group.run(assignments(attempt.resume, attempt.facts, points, master))
+        attempt.ranks_begin(job.clock())
         job.standing = Training()
         started = notices.attempt_started(
             attempt.facts.attempt,

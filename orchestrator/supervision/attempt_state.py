@@ -94,6 +94,10 @@ class AttemptState:
             lr_scale=action.lr_scale,
         )
 
+    def ranks_begin(self, now: float) -> None:
+        """They have been given out: what they have to do counts from here."""
+        self._progress = now
+
     def held_up(self, seconds: float) -> None:
         """What its start took of the supervisor itself, for a disk or the store, is no time of the
         ranks."""

@@ -7,6 +7,7 @@ import threading
 from typing import cast
 
 import pytest
+from torch.distributed import TCPStore
 
 import launch.process_group
 from launch.commands import Assignment
@@ -23,6 +24,8 @@ class Meeting:
         self._world_size = world_size
         self._port = self._hosted.port if self._hosted else free_port()
         self.errors: dict[int, JoinError] = {}
+        self.stale: dict[int, TCPStore] = {}
+        """What ranks' processes opened for an attempt before."""
         self._stores: list[object] = []
         """They live on, as a rank's does."""
 
@@ -41,7 +44,7 @@ class Meeting:
         mine = Mine()
         mine.rank = rank  # type: ignore[attr-defined]
         try:
-            hosted = None if rank else self._hosted
+            hosted = self.stale.get(rank, None if rank else self._hosted)
             self._stores.append(launch.process_group._met(cast(Assignment, mine), hosted))
         except JoinError as error:
             self.errors[rank] = error
@@ -51,6 +54,17 @@ class Meeting:
 def test_ranks_that_all_come_meet(hosted: bool) -> None:
     meeting = Meeting(3, hosted=hosted)
     meeting.come(0, 1, 2)
+    assert not meeting.errors
+
+
+def test_a_store_that_was_opened_for_another_attempt_is_nobodys_meeting() -> None:
+    meeting = Meeting(2, hosted=True)
+    meeting.stale = {1: host_store("127.0.0.1")}
+    meeting.come(0, 1)
+    assert not meeting.errors
+    meeting = Meeting(2)
+    meeting.stale = {0: host_store("127.0.0.1")}
+    meeting.come(0, 1)
     assert not meeting.errors
 
 

@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.commands import (
     Stop,
 )
+from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.stop_time import LEAST_STOP_S
 from tests.unit.scripted_job import LAYERS, Make, Script, ScriptedRanks
@@ -74,6 +77,21 @@ class TestEnd:
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert summary["state"] == "succeeded" and summary["steps"] == 12
         assert (tmp_path / "report.html").stat().st_size > 0
+
+    def test_what_ranks_waited_for_is_no_time_of_their_last_checkpoint(
+        self, bench: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = bench(training={"steps": 12})
+        job.train(12)
+        job.settled()
+        job.ranks.lose(0)
+        with monkeypatch.context() as importing:
+            importing.setattr(job.ranks, "ready", lambda: False)
+            for _ in range(3):
+                job.step(END_TIMEOUT_S / 4)
+        for _ in range(3):
+            job.step(END_TIMEOUT_S / 4)
+        assert job.controller.kinds() == ["restart"]
 
     def test_an_end_that_the_store_refuses_leaves_no_report(
         self, bench: Make, tmp_path: Path
