@@ -115,8 +115,11 @@ class Controller:
         then.
         """
         now = self._clock()
-        # First: else what the last attempt showed would leave nodes out after they were let back.
-        self.desk.settle(self.store.job(job), now)
+        row = self.store.job(job)
+        if row.nodes:
+            # Before: else what the last attempt showed would leave nodes out after they were let
+            # back. Of a job whose nodes went back that is known, and Ray may be away.
+            self.desk.settle(row, now)
         renewed = ladder_renewed(self.store.past.actions(job))
         told: list[EventDraft] = []
         if renewed is not None:

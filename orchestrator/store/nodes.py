@@ -32,6 +32,8 @@ BY_CONTROLLER = "the controller, for other nodes failed alike"
 """Who releases a node of whom it turned out that it is not its fault."""
 AHEAD_S = 5.0
 """Seconds that the clock of who saw a fault may be ahead of ours."""
+AHEAD_FOR_S = 300.0
+"""Seconds that something must stay ahead before it is that clock that was wrong, and not ours."""
 NOT_AT_FAULT = "the controller, for the node at the other end of its links is at fault"
 """As well."""
 
@@ -48,6 +50,7 @@ class NodeRecords:
     def __init__(self, writing: Writes, reading: Reads) -> None:
         self._writing = writing
         self._reading = reading
+        self._ahead_since: float | None = None
 
     def in_force(self, now: float) -> list[Quarantine]:
         """The quarantines of this moment, oldest first."""
@@ -155,7 +158,11 @@ class NodeRecords:
 
     def begin_now(self, now: float) -> None:
         """What is of a time to come was seen by a clock that has been mended since: it counts
-        from now on, and a quarantine lasts as long as it was given."""
+        from now on, and a quarantine lasts as long as it was given.
+
+        Only once that has been so for a while: a machine that boots may be behind until its time
+        service has set it, and what was held against nodes would be over then.
+        """
         later = now + AHEAD_S
         held = sa.and_(quarantines.c.since > later, quarantines.c.released_at.is_(None))
         seen = accusations.c.time > later
@@ -165,6 +172,11 @@ class NodeRecords:
                 for c, which in ((quarantines.c.id, held), (accusations.c.id, seen))
             ]
         if not any(found):
+            self._ahead_since = None
+            return
+        if self._ahead_since is None:
+            self._ahead_since = now
+        if now - self._ahead_since < AHEAD_FOR_S:
             return
         with self._writing() as db:
             until = quarantines.c.until - quarantines.c.since + now
@@ -195,6 +207,7 @@ def _release(db: Connection, entry: Quarantine, by: str, over: float, now: float
         quarantines.c.node_id == entry.node_id,
         quarantines.c.since == entry.since,
         quarantines.c.kind == entry.kind,
+        quarantines.c.job == entry.job,
         quarantines.c.released_at.is_(None),
     )
     db.execute(sa.update(quarantines).where(which).values(released_at=over))

@@ -22,13 +22,14 @@ from orchestrator.controller.supervisors import SILENCE_S, Presence, RaySupervis
 from orchestrator.controller.tending import CANCEL_GRACE_S
 from orchestrator.events import EventDraft
 from orchestrator.instant import Instant
-from orchestrator.lifecycle import JobState
+from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes.desk import FILL_EVERY_S, KEEPERS_EVERY_S, UNWILLING_S
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.placement import NodeCapacity
 from orchestrator.placement.quarantine import Dismissed, Quarantine
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.spec.config import QuarantineConfig
+from orchestrator.store.nodes import AHEAD_FOR_S
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
@@ -282,19 +283,21 @@ class TestQuarantines:
         plane.set_by, job.found = 0.0, of({})
         began = plane.now
         go(plane, job, passes=5)
+        go(plane, job, passes=1, seconds=AHEAD_FOR_S)
         assert left_out(plane)
         go(plane, job, passes=2, seconds=QuarantineConfig().unfit_s)
         assert not left_out(plane)
         go(plane, job, passes=4)
         assert job.alive is not None
         assert job.alive.phase is Phase.TRAINING
-        assert plane.now - began < QuarantineConfig().unfit_s * 2.1
+        assert plane.now - began < AHEAD_FOR_S + QuarantineConfig().unfit_s * 2.1
 
     def test_one_by_hand_does_too_or_lasts_until_it_is_released(self, plane: ControlPlane) -> None:
         plane.set_by = YEAR
         plane.controller.roll.quarantine("node0", "RAM", "alice", 600.0, plane.clock())
         plane.set_by = 0.0
         plane.steps(1)
+        plane.steps(1, AHEAD_FOR_S)
         assert left_out(plane)
         plane.steps(1, 601.0)
         assert not left_out(plane)
@@ -305,6 +308,31 @@ class TestQuarantines:
         assert left_out(plane)
         plane.controller.roll.release("node0", "alice", plane.clock())
         assert not left_out(plane)
+
+    def test_a_clock_that_is_slow_until_it_is_set_ends_none(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        job = running(plane)
+        now = float(plane.clock())
+        entry = Quarantine("node1", "", "corruption", "outvoted", "", job, now, now + 7 * 86400.0)
+        plane.store.nodes.quarantine(entry, [])
+        plane.set_by = -864_000.0
+        plane.steps(5, AHEAD_FOR_S / 10)
+        plane.set_by = 0.0
+        plane.steps(5, AHEAD_FOR_S)
+        assert left_out(plane) == {"node1": "corruption"}
+
+    def test_two_that_begin_at_once_are_released_each_for_its_own_job(self, tmp_path: Path) -> None:
+        plane = ControlPlane(tmp_path, 4, 4)
+        one, other = running(plane, "one"), running(plane, "other")
+        now = float(plane.clock())
+        for job in (one, other):
+            entry = Quarantine("node1", "", "unfit", "disk", "", job, now, now + 600.0)
+            plane.store.nodes.quarantine(entry, [])
+        tell(plane, one, transition=(JobState.PAUSED, Cause.BUDGET_SPENT))
+        plane.supervisors.done.add(one)
+        plane.steps(3)
+        plane.controller.resume(one, "the disk is empty again")
+        assert [q.job for q in plane.store.nodes.in_force(plane.clock())] == [other]
 
     def test_what_a_fast_clock_saw_is_past_an_hour_after_it_was_mended(
         self, plane: ControlPlane
@@ -325,6 +353,7 @@ class TestQuarantines:
             assert isinstance(lost(attempt), Dismissed)
         plane.set_by = 0.0
         plane.steps(1)
+        plane.steps(1, AHEAD_FOR_S)
         # They are of the last hour, as they were then.
         plane.now += 10.0
         assert isinstance(lost(config.ranks_lost), Quarantine)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from orchestrator.lifecycle import Cause, JobState
 from orchestrator.recovery.controls import Control
-from tests.unit.control_plane import ControlPlane
+from tests.unit.control_plane import ControlPlane, running, tell
 from tests.unit.scripted_job import LAYERS
 from tests.unit.stored_job import JOB, StoredJob
 
@@ -62,3 +63,18 @@ def test_of_several_quarantines_the_one_that_lasts_is_shown_and_none_is_forgotte
     for now in (1005.0, 2000.0):
         (view,) = [v for v in roll.view(now) if v.node_id == "node0"]
         assert view.quarantine is not None and view.quarantine.reason == "Bad fan."
+
+
+def test_a_job_whose_nodes_went_back_is_resumed_while_ray_is_away(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = running(plane)
+    tell(plane, job, transition=(JobState.PAUSED, Cause.BUDGET_SPENT))
+    plane.supervisors.done.add(job)
+    plane.steps(5)
+
+    def away() -> None:
+        raise ConnectionError("the GCS is away")
+
+    monkeypatch.setattr(plane.groups, "capacities", away)
+    assert plane.controller.resume(job, "go on").state is JobState.QUEUED
