@@ -239,7 +239,7 @@ class CheckpointShelf:
             living=lambda checkpoint: on_living_branch(checkpoint, actions),
         )
         self._uncommitted.pop(step, None)
-        self._book.close(step)
+        self._close(step)
         path = str(checkpoint_folder(self._job_dir, report.step))
         self._newest = RestorePoint(report.step, "disk", report.attempt, report.timeline, path)
         if self._held is not None:
@@ -319,9 +319,13 @@ class CheckpointShelf:
             self._bury()
 
     def _give_back(self, step: WrittenStep) -> None:
-        self._book.close(step)
+        self._close(step)
         discard_step(self._job_dir, step.step, step.attempt, step.timeline)
         self._bury()
+
+    def _close(self, step: WrittenStep) -> None:
+        for lost in self._book.close(step):
+            discard_step(self._job_dir, lost.step, lost.attempt, lost.timeline)
 
     def _bury(self) -> None:
         self._undertaker.call(self._attempt)

@@ -49,19 +49,23 @@ class WriteBook:
         """What is known of it, from its first report on; None: it is over."""
         return None if step in self._over else self._open.setdefault(step, Writing())
 
-    def close(self, step: WrittenStep) -> None:
-        """It is a checkpoint, or its files are given back; so are those of earlier ones of its
-        attempt that were lost, though some rank never said so."""
+    def close(self, step: WrittenStep) -> list[WrittenStep]:
+        """It is a checkpoint, or its files are given back. Returns what is over with it: earlier
+        ones of its attempt that were lost, though some rank never said so.
+
+        A rank writes one after the other, so that none of them writes to those any more.
+        """
         lost = [
             other
             for other, writing in self._open.items()
-            if writing.lost and other.attempt == step.attempt and other.step < step.step
+            if writing.lost and other.attempt == step.attempt and other < step
         ]
         for over in (*lost, step):
             self._open.pop(over, None)
             self._over[over] = None
         while len(self._over) > MOST_OVER:
             del self._over[next(iter(self._over))]
+        return lost
 
     def awaited(self) -> dict[WrittenStep, Writing]:
         """Those that may still become checkpoints."""

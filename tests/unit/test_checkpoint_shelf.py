@@ -21,14 +21,17 @@ from tests.unit.scripted_job import WORLD, Make, Script
 STATE = b"state" * 1000
 
 
-def written(job_dir: Path, rank: int, step: int, attempt: int = 1) -> SnapshotReport:
-    key = SnapshotKey("job", attempt, 0, rank, step)
-    path = write_rank_file(job_dir, key, STATE, digest_of(STATE))
-    return SnapshotReport(attempt, 0, rank, step, "disk", len(STATE), digest_of(STATE), str(path))
+def written(
+    job_dir: Path, rank: int, step: int, attempt: int = 1, timeline: int = 0
+) -> SnapshotReport:
+    key = SnapshotKey("job", attempt, timeline, rank, step)
+    path = str(write_rank_file(job_dir, key, STATE, digest_of(STATE)))
+    place = (attempt, timeline, rank, step)
+    return SnapshotReport(*place, "disk", len(STATE), digest_of(STATE), path)
 
 
-def failed(rank: int, step: int) -> CopyFailed:
-    return CopyFailed(1, 0, rank, step, "disk", "OSError: No space left on device")
+def failed(rank: int, step: int, timeline: int = 0) -> CopyFailed:
+    return CopyFailed(1, timeline, rank, step, "disk", "OSError: No space left on device")
 
 
 def shelf_of(job_dir: Path, attempt: int = 1) -> CheckpointShelf:
@@ -218,6 +221,26 @@ def test_what_was_written_of_a_branch_that_is_given_up_is_told_though_it_comes_l
     for rank in range(2):
         assert not shelf.add(written(tmp_path, rank, 40), [back])
     assert shelf.rolled_back() == [40] and states_on_disk(tmp_path) == 0
+
+
+@pytest.mark.parametrize("step", [36, 40, 60])
+@pytest.mark.parametrize("full", [True, False])
+def test_what_was_rolled_back_is_given_back_with_the_next_one_though_a_rank_never_speaks_of_it(
+    tmp_path: Path, full: bool, step: int
+) -> None:
+    """Its copy was dropped before it came to the disk."""
+    shelf = shelf_of(tmp_path)
+    back = Action("rollback", attempt=1, timeline=0, step=41, time=9.0, reason="", to_step=35)
+    shelf.add(written(tmp_path, 0, 40))
+    shelf.go_back([back])
+    assert states_on_disk(tmp_path) == 1
+    for rank in range(2):
+        if full:
+            shelf.lose(failed(rank, step, timeline=1))
+        else:
+            shelf.add(report := written(tmp_path, rank, step, timeline=1), [back])
+    assert full or shelf.commit(report, [back]) == ""
+    assert states_on_disk(tmp_path) == (0 if full else 2)
 
 
 def test_what_the_job_went_back_from_makes_room_first(tmp_path: Path) -> None:
