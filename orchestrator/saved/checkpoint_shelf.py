@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from launch.checkpoints import (
 )
 from launch.commands import CopyFailed, RestorePoint, SnapshotReport
 from orchestrator.actions import Action
+from orchestrator.instant import Instant
 from orchestrator.protocol import FencedError
 from orchestrator.saved.restore import on_living_branch
 from orchestrator.saved.undertaker import Undertaker
@@ -41,7 +42,8 @@ STORAGE_S = 300.0
 otherwise."""
 
 AGAIN_S = 5.0
-"""Seconds between two tries to make a checkpoint of what is written."""
+"""Seconds between two tries of a storage that fails: to open it, to make a checkpoint of what is
+written. They begin when the try is over, which may itself take longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class _Uncommitted:
     report: SnapshotReport
     since: float
     tried: float
+    """When the newest try was over."""
 
 
 class CheckpointShelf:
@@ -64,8 +67,10 @@ class CheckpointShelf:
         num_to_keep: int,
         world_size: int,
         run: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = Instant.now,
     ) -> None:
         """``run`` goes into each manifest."""
+        self._clock = clock
         self._job_dir = Path(job_dir)
         self._num_to_keep = num_to_keep
         self._world_size = world_size
@@ -86,6 +91,8 @@ class CheckpointShelf:
         """Why what ``points`` gave last may not be all; empty: it is."""
         self.unopened = ""
         """Why nothing can be written now; empty: it can."""
+        self._looked = 0.0
+        """When the newest try was over that left it unopened."""
 
     @property
     def folder(self) -> Path:
@@ -108,8 +115,8 @@ class CheckpointShelf:
             self.begin(attempt)
 
     def reopen(self) -> None:
-        """What could not be opened is tried again. Raises FencedError."""
-        if self.unopened:
+        """What could not be opened is tried again, after a while. Raises FencedError."""
+        if self.unopened and self._clock() - self._looked >= AGAIN_S:
             self._try_to_open()
 
     def resize(self, world_size: int, run: Mapping[str, Any]) -> None:
@@ -206,7 +213,7 @@ class CheckpointShelf:
             if not _may_pass(error) or now - since >= STORAGE_S:
                 return self._not_made(report, error)
             logger.warning("checkpoint of step %d isn't made yet: %s", report.step, error)
-            self._uncommitted[step] = _Uncommitted(report, since, now)
+            self._uncommitted[step] = _Uncommitted(report, since, self._clock())
             return None
         except (IncompleteCheckpointError, AttemptOverError) as error:
             return self._not_made(report, error)
@@ -312,7 +319,7 @@ class CheckpointShelf:
         except AttemptOverError as error:
             raise FencedError(str(error)) from error
         except OSError as error:
-            self.unopened = str(error)
+            self.unopened, self._looked = str(error), self._clock()
             logger.warning("no checkpoints in %s for now: %s", self._job_dir, error)
         else:
             self._open, self.unopened = True, ""

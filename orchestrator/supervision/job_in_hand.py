@@ -43,7 +43,7 @@ class JobInHand:
         """Ranks of the present attempt."""
         num_to_keep = resume.spec.checkpoint.num_to_keep
         facts = facts_of(resume.spec)
-        self.shelf = CheckpointShelf(resume.job_dir, num_to_keep, self.world, facts)
+        self.shelf = CheckpointShelf(resume.job_dir, num_to_keep, self.world, facts, clock)
         self.bank = bank_of(resume)
         """The detectors."""
         self.starts = StartingPoints(group, self.shelf, resume.spec, self.world)

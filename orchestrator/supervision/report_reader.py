@@ -60,6 +60,9 @@ class ReportReader:
     def read(self, now: float) -> None:
         """Reports, in the order in which they came; others' attempts are refused."""
         job = self._job
+        # Where the storage was away as the attempt began: its next checkpoint has a place again.
+        # Once a pass, for a look at a storage that is away may take long.
+        job.shelf.reopen()
         for step, failed in job.shelf.retry(job.attempt.facts.actions, now):
             job.journal.happened(notices.checkpoint(step, failed), now)
         for report in self._inbox.drain():
@@ -125,8 +128,6 @@ class ReportReader:
         context = attempt.context(record, decides=trains, ended=ended)
         job.journal.recorded(record, job.bank.state_dict() if due else None, context)
         self._followed(record, first, now)
-        # Where the storage was away as the attempt began: its next checkpoint has a place again.
-        job.shelf.reopen()
         if incidents:
             attempt.book.unhealthy(record.step)
             if job.phase is Phase.TRAINING:

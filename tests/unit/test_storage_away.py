@@ -11,7 +11,8 @@ from launch.checkpoints import list_checkpoints
 from launch.commands import CopyFailed
 from launch.snapshots import UnreadSnapshotError
 from orchestrator.cli.close import saved
-from orchestrator.saved.checkpoint_shelf import STORAGE_S
+from orchestrator.saved import checkpoint_shelf
+from orchestrator.saved.checkpoint_shelf import AGAIN_S, STORAGE_S
 from orchestrator.supervision.phases import Phase
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import Bench, Make, Script
@@ -132,10 +133,34 @@ class TestSupervisor:
         restarted(job)
         job.train(1)
         storage.number = 0
+        job.step(AGAIN_S)
         job.train(3)
         job.ranks._write_checkpoint()
         job.step()
         assert job.settled().event("checkpoint_written").detail["step"] == 14
+
+    def test_a_pass_over_many_steps_looks_once_and_the_next_ones_wait(
+        self, bench: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks: list[float] = []
+
+        def away(*of: object) -> None:
+            looks.append(job.now if looks else 0.0)
+            if len(looks) > 1:
+                job.now += 2 * AGAIN_S
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+        monkeypatch.setattr(checkpoint_shelf, "open_attempt", away)
+        job = bench()
+        job.step()
+        job.ranks.train(20)
+        looks[:] = looks[:1]
+        job.step(2 * AGAIN_S)
+        assert len(looks) == 2, "however many steps came"
+        job.train(10)
+        assert len(looks) == 2, "and however long it took"
+        job.step(AGAIN_S)
+        assert len(looks) == 3
 
     def test_what_no_rank_could_read_for_a_while_is_what_the_next_attempt_starts_from(
         self, bench: Make
@@ -175,6 +200,25 @@ class TestCommit:
             job.step(1.0)
         assert job.settled().event("checkpoint_written").detail["step"] == 12
         assert [c.step for c in list_checkpoints(job.controller.job_dir)] == [12]
+
+    def test_a_try_that_takes_long_is_not_tried_again_in_the_next_pass(
+        self, bench: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tries: list[float] = []
+
+        def slow(*of: object, **named: object) -> None:
+            tries.append(job.now)
+            job.now += 2 * AGAIN_S
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+        job = bench()
+        job.train(12)
+        monkeypatch.setattr(checkpoint_shelf, "commit_checkpoint", slow)
+        job.ranks._write_checkpoint()
+        job.train(5)
+        assert len(tries) == 1
+        job.step(AGAIN_S)
+        assert len(tries) == 2
 
     def test_the_last_one_is_waited_for_and_the_job_is_done(
         self, bench: Make, storage: Storage
