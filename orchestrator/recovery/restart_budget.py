@@ -52,6 +52,15 @@ def rest_s(actions: Sequence[Action]) -> float:
     return min(_LONGEST_REST_S, _FIRST_REST_S * 4 ** (row - 1)) if row else 0.0
 
 
+def rest_before_s(actions: Sequence[Action], attempt: int, step: int) -> float:
+    """Seconds that ``attempt``, of a job that recorded ``step`` last, waits before its ranks start:
+    none where another one ran since the newest of ``actions``, or a step was done."""
+    newest = actions[-1] if actions else None
+    if newest is None or newest.attempt != attempt - 1 or newest.step < step:
+        return 0.0
+    return rest_s(actions)
+
+
 def restarts_within(history: History, window_steps: int) -> int:
     """Attempts that recovery has cost in the newest ``window_steps`` steps.
 

@@ -10,7 +10,7 @@ from orchestrator.actions import Action
 from orchestrator.protocol import ResumeState, StepContext
 from orchestrator.recovery.job_facts import JobFacts
 from orchestrator.recovery.last_steps import UnderWay
-from orchestrator.recovery.restart_budget import rest_s
+from orchestrator.recovery.restart_budget import rest_before_s
 from orchestrator.saved.copy_book import CopyBook
 from orchestrator.saved.snapshot_book import SnapshotBook
 from orchestrator.supervision.attempt import END_TIMEOUT_S, step_timeout_s
@@ -40,7 +40,7 @@ class AttemptState:
         self.heard = now
         """When the newest report of its ranks was read."""
         self.under_way: UnderWay | None = None
-        self.rests_until = now + rest_s(self.facts.actions)
+        self.rests_until = now + rest_before_s(resume.actions, resume.attempt, resume.step)
         """Before, its ranks don't start: what ended the attempt before may pass."""
         self._policy = resume.spec.recovery
         self._commands = 0

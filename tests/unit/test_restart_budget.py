@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.actions import Action, Asked
 from orchestrator.recovery.restart_budget import (
+    rest_before_s,
     rest_s,
     restarts_spent,
     restarts_within,
@@ -96,6 +97,18 @@ def test_what_is_away_is_given_more_time_each_time_in_a_row() -> None:
     assert rest_s((away(61), away(61), away(62))) == 30, "there was a step between"
     paused = replace(away(61), kind="pause")
     assert rest_s((away(61), paused)) == 0
+
+
+def test_only_the_attempt_right_after_what_was_away_rests() -> None:
+    found = replace(incident("rank_died", 61), evidence={"raised": 1.0, "outside": 1.0})
+    away = restart(61, incidents=(found,), attempt=4)
+
+    assert rest_before_s((away,), 5, 61) == 30 and rest_before_s((away, away), 5, 61) == 120
+    assert rest_before_s((away,), 6, 61) == 0, "another attempt was since"
+    assert rest_before_s((away,), 5, 62) == 0, "a step was since"
+    # Of a job that begins where another one was, nothing is recorded before its first step.
+    assert rest_before_s((away,), 5, -1) == 30
+    assert rest_before_s((), 1, -1) == 0
 
 
 def test_what_a_person_did_begins_the_row_anew() -> None:

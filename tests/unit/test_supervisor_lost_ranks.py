@@ -265,6 +265,24 @@ class TestLostRanks:
         assert job.ranks.running, "what is no fault of the surroundings is not waited for"
         assert job.settled().kinds() == ["restart", "restart"]
 
+    def test_a_new_supervisor_of_a_job_that_has_trained_since_starts_at_once(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.fail(0, failure_of(0, 12, OSError(116, "Stale file handle"), {}))
+        job.step()
+        job.step(BLAME_S)
+        while not job.ranks.running:
+            job.step(1.0)
+        job.train(50)
+        attempt = job.settled().attempt
+        job.supervision.close()
+        job.take_over(job.controller.next_attempt("scripted-000001", attempt, "supervisor lost"))
+        job.step()
+        job.step()
+        assert job.ranks.running
+
     def test_who_did_not_come_to_the_meeting_is_accused_and_nobody_who_waited(
         self, bench: Make
     ) -> None:
