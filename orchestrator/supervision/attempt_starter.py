@@ -194,23 +194,26 @@ class AttemptStarter:
 
     def _awaits_storage(self, points: Sequence[RestorePoint], now: float) -> bool:
         """Whether the checkpoints can't all be looked at, may hold what ``points`` lack, and were
-        not waited for long enough yet."""
+        not waited for long enough yet: no longer than it takes to train that again."""
         job, attempt = self._job, self._job.attempt
-        best = newest_own(points)
-        best = -1 if best is None else best
-        enough = best >= max(0, job.journal.newest_checkpoint()) or attempt.resume.step < 0
+        found, written = newest_own(points), job.journal.newest_checkpoint()
+        best = -1 if found is None else found
+        enough = best >= max(0, written) or attempt.resume.step < 0
         if not job.shelf.unseen or enough:
             self._storage_away = None
             return False
+        most_s = STORAGE_S
+        if found is not None:
+            most_s = min(STORAGE_S, (written - found) * job.journal.step_time_s())
         number = attempt.facts.attempt
         if self._storage_away is None or self._storage_away[0] != number:
             self._storage_away = (number, now, now)
-            job.journal.happened(notices.storage_awaited(job.shelf.unseen, STORAGE_S), job.clock())
+            job.journal.happened(notices.storage_awaited(job.shelf.unseen, most_s), job.clock())
         _, since, looked = self._storage_away
         self._storage_away = (number, since, now)
         # What the storage takes is no time of the ranks.
         attempt.held_up(now - looked)
-        return now - since < STORAGE_S
+        return now - since < most_s
 
     def starts_at(self, start: int, now: float) -> None:
         """Bring the detectors to the step that the attempt starts at."""

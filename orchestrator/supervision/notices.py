@@ -101,7 +101,7 @@ def storage_awaited(why: str, most_s: float) -> Notice:
     return Notice(
         "storage_awaited",
         f"{why.rstrip('.')}. It may hold a better state to start from than any that is found, so "
-        f"the attempt waits for it for up to {most_s:.0f} s.",
+        f"the attempt waits for it for up to {most_s:.3g} s.",
         {"seconds": most_s},
     )
 

@@ -100,10 +100,11 @@ class TestSupervisor:
         assert "can't be looked at" in told.event("ended").message
 
     def test_where_it_stays_away_an_older_copy_in_memory_is_taken_in_the_end(
-        self, bench: Make, storage: Storage
+        self, bench: Make, storage: Storage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job = bench()
         saved_at(job, 12)
+        monkeypatch.setattr(job.supervision._job.journal, "step_time_s", lambda: 10 * STORAGE_S)
         storage.number = errno.EIO
         restarted(job)
         assert len(job.ranks.attempts) == 1, "memory has step 10 alone"
@@ -111,6 +112,18 @@ class TestSupervisor:
             job.step(10.0)
         restore = job.ranks.attempts[1][0].restore
         assert restore is not None and (restore.step, restore.tier) == (10, "memory")
+
+    def test_it_is_not_waited_for_longer_than_to_train_again_what_it_has(
+        self, bench: Make, storage: Storage
+    ) -> None:
+        job = bench()
+        saved_at(job, 12)
+        storage.number = errno.EIO
+        # Two steps of a tenth of a second.
+        restarted(job, passes=5)
+        restore = job.ranks.attempts[1][0].restore
+        assert restore is not None and (restore.step, restore.tier) == (10, "memory")
+        assert "for up to 0.2 s" in job.settled().event("storage_awaited").message
 
     def test_a_job_whose_last_checkpoint_was_written_is_done_though_it_is_away_then(
         self, bench: Make, storage: Storage
