@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from launch.rank_group import RankEnd
-from launch.snapshots import SnapshotError
+from launch.snapshots import SnapshotError, UnreadSnapshotError
 from launch.worker import RankFailedError
 from monitoring.records import Incident, IncidentKind
 from orchestrator.actions import Action
@@ -53,17 +53,9 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
         how = "died" if end.how == "lost" else "raised"
         by_error.setdefault(f"{how}: {end.error.rstrip('. ')}", []).append(end.rank)
     told = "; ".join(f"{ranks_told(ranks)} {error}" for error, ranks in by_error.items())
-    own_errors = [
-        end
-        for end in causes
-        if end.how == "raised"
-        and not isinstance(end.cause, SnapshotError)
-        and not blames_a_peer(end)
-    ]
-    evidence = {"raised": 1.0} if own_errors else {}
+    evidence = {"raised": 1.0} if all(map(_is_own_error, causes)) else {}
     # Of a job that has never trained it is the spec rather, with a path that is not there.
-    trained = facts.step >= 0
-    if own_errors and trained and all(_is_outside(end) for end in own_errors):
+    if evidence and facts.step >= 0 and all(map(_is_outside, causes)):
         evidence[OUTSIDE] = 1.0
     ranks = tuple(end.rank for end in causes)
     if absent := {rank for end in causes for rank in _absent(end)}:
@@ -72,10 +64,18 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
     return _incident("rank_died", told[0].upper() + told[1:], ranks, evidence, facts, now)
 
 
+def _is_own_error(end: RankEnd) -> bool:
+    """Whether a rank raised what neither a peer nor a bad copy explains."""
+    if isinstance(end.cause, SnapshotError):
+        return isinstance(end.cause, UnreadSnapshotError)
+    return end.how == "raised" and not blames_a_peer(end)
+
+
 def _is_outside(end: RankEnd) -> bool:
     """Whether what a rank raised lies in what surrounds the job."""
     cause = end.cause
-    return isinstance(cause, OSError) or (isinstance(cause, RankFailedError) and cause.outside)
+    away = isinstance(cause, OSError | UnreadSnapshotError)
+    return away or (isinstance(cause, RankFailedError) and cause.outside)
 
 
 def unmet(actions: Sequence[Action]) -> bool:

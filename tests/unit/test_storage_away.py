@@ -184,11 +184,29 @@ class TestSupervisor:
         restarted(job)
         for rank in range(2):
             job.ranks.fail(rank, UnreadSnapshotError(0, 12, "disk", "Input/output error"))
-        for _ in range(30):
+        for _ in range(40):
             job.step(1.0)
         assert job.settled().states[-1][0] != "paused"
         restore = job.ranks.attempts[2][0].restore
         assert restore is not None and (restore.step, restore.tier) == (12, "disk")
+
+    def test_what_no_rank_can_read_is_given_more_time_each_time_and_accuses_no_node(
+        self, bench: Make
+    ) -> None:
+        job = bench()
+        saved_at(job, 12)
+        job.ranks.held.clear()
+        restarted(job)
+        job.ranks.fail(1, UnreadSnapshotError(1, 12, "disk", "Stale file handle"))
+        for _ in range(20):
+            job.step(1.0)
+        assert len(job.ranks.attempts) == 2, "it rests"
+        for _ in range(20):
+            job.step(1.0)
+        assert len(job.ranks.attempts) == 3
+        action = job.settled().actions[-1]
+        assert "after 30 s, in which what is away may come back" in action.reason
+        assert action.incidents[0].evidence == {"raised": 1.0, "outside": 1.0}
 
 
 class TestCommit:
