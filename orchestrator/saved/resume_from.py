@@ -70,12 +70,12 @@ def _nobody(folder: Path, why: str) -> None:
 def checkpoints_in(path: Path, left_out: Callable[[Path, str], None] = _nobody) -> list[Checkpoint]:
     """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked.
     ``left_out`` is told of folders that should be checkpoints and aren't, and why."""
-    try:
-        folders = [path, *reversed(entries(path, "step-"))]
-        folders += reversed(entries(path / "checkpoints", "step-"))
-    except OSError as error:
-        left_out(path, f"it can't be looked into: {error.strerror}")
-        return []
+    folders = [path]
+    for folder in (path, path / "checkpoints"):
+        try:
+            folders += reversed(entries(folder, "step-"))
+        except OSError as error:
+            left_out(folder, f"it can't be looked into: {error.strerror}")
     found = []
     for folder in folders:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,12 @@ from launch.state_header import LAYOUT
 from orchestrator.controller.controller import Controller
 from orchestrator.saved.checkpoint_facts import differences, facts_of
 from orchestrator.saved.restore import newest_written
-from orchestrator.saved.resume_from import check_resume_from, control_state, foreign_points
+from orchestrator.saved.resume_from import (
+    check_resume_from,
+    checkpoints_in,
+    control_state,
+    foreign_points,
+)
 from orchestrator.spec.completion import complete
 from orchestrator.spec.errors import SpecError, dotted
 from orchestrator.spec.job import JobSpec, parse_spec
@@ -102,6 +109,21 @@ class TestPlaces:
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000010")
         (told,) = problems(begins_at(tmp_path / "checkpoints"))
         assert "step-00000020" in told and "cut off" in told
+
+    @pytest.mark.parametrize("below", [".", "checkpoints/step-00000020"])
+    def test_a_folder_that_may_not_be_listed_keeps_nobody_from_the_others(
+        self, tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checkpoint(tmp_path, 20)
+        scandir = os.scandir
+
+        def refusing(folder: Path) -> object:
+            if folder == tmp_path / below:
+                raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+            return scandir(folder)
+
+        monkeypatch.setattr(os, "scandir", refusing)
+        assert [c.step for c in checkpoints_in(tmp_path / below)] == [20]
 
     @pytest.mark.parametrize(
         ("name", "words"),
