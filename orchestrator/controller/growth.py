@@ -152,8 +152,11 @@ class Growth:
         return any(event["detail"]["to"] == JobState.RUNNING.word for event in told)
 
     def _granted(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> bool:
-        """Whether Ray would grant them, as far as trying tells."""
-        refused = {seat.node_id for seat in self._desk.refused(row, seats, now)}
+        """Whether Ray would grant them, as far as trying tells; not to a job that moved on."""
+        tried = self._desk.refused(row, seats, now)
+        if tried is None:
+            return False
+        refused = {seat.node_id for seat in tried}
         for node in refused:
             _, seconds = self._ungranted.get(node, (0.0, UNGRANTED_S / 2))
             rest = min(2 * seconds, GROW_REST_S)

@@ -138,8 +138,9 @@ class Preemption:
 
     def ask(self, row: JobRow, key: str, reason: str, now: float) -> None:
         """Ask a job to go back into the queue, once under this key; one that doesn't run any more,
-        or not yet, isn't asked."""
-        if in_vain(row.id, row.state, "preempt"):
+        or not yet, isn't asked, nor one whose attempt, which the key names, is over."""
+        there = self._store.job(row.id)
+        if there.attempt != row.attempt or in_vain(row.id, there.state, "preempt"):
             return
         # It may have ended since ``row`` was read.
         with suppress(ControlRefusedError):

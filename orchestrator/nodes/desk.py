@@ -257,10 +257,16 @@ class NodeDesk:
             self._tell_stayed(row, plan, barred, now)
         return ""
 
-    def refused(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot]:
+    def refused(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot] | None:
         """Those of ``seats`` that Ray wouldn't grant the job, which are passed over for a while:
-        they are taken and given back."""
+        they are taken and given back. None, and none is taken, where the job isn't any more as
+        ``row`` says: seats of these numbers may be its next attempt's, and would end with it."""
         with self._placing:
+            there = self._store.job(row.id)
+            held = {seat.bundle for seat in (*there.nodes, *self._left.get(row.id, ()))}
+            same = (there.state, there.attempt, there.nodes) == (row.state, row.attempt, row.nodes)
+            if not same or not held.isdisjoint(seat.bundle for seat in seats):
+                return None
             refused = self._take(row, seats, now)
             if not refused:
                 self._groups.give_back(row.id, seats)

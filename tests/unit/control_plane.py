@@ -69,6 +69,9 @@ class FakeGroups:
     ) -> list[NodeSlot]:
         if job in self.broken:
             raise RuntimeError("the node is on fire")
+        # Granted or not: Ray's groups begin by ending what has these numbers.
+        held = self.held.get(job, {}).keys()
+        assert not held & {s.bundle for s in seats}, "a number is used twice"
         free = self.free()
         refused = [
             s for s in seats if s.node_id in self.unwilling | self.dead or free[s.node_id] < s.slots
@@ -76,7 +79,6 @@ class FakeGroups:
         if refused:
             return refused
         mine = self.held.setdefault(job, {})
-        assert not mine.keys() & {s.bundle for s in seats}, "a number is used twice"
         mine |= {seat.bundle: seat for seat in seats}
         self.takes += 1
         nodes = [seat.node_id for seat in mine.values()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import pytest
 from orchestrator.controller.growth import GROW_AFTER_S, GROW_REST_S
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
+from orchestrator.node_slot import NodeSlot
 from orchestrator.recovery.controls import Control
+from orchestrator.store.rows import JobRow
 from tests.unit.control_plane import ControlPlane, tell, where
 from tests.unit.test_min_nodes import elastic, on_one_of_two
 
@@ -172,6 +174,29 @@ def test_a_persons_key_that_begins_alike_is_no_growth(tmp_path: Path) -> None:
     plane.steps(3, seconds=GROW_AFTER_S)
     assert plane.told(job, "controller_error") == []
     assert {c.key for _, asked in plane.supervisors.asked for c in asked} == {"grow-up", "grow-2"}
+
+
+@pytest.mark.parametrize("when", ["before Ray is tried", "after"])
+def test_one_that_starts_anew_as_it_is_about_to_be_asked_keeps_what_it_starts_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    plane, job = on_one_of_two(tmp_path)
+    plane.now += 2 * GROW_AFTER_S
+    refused = plane.controller.desk.refused
+
+    def meanwhile(row: JobRow, seats: Sequence[NodeSlot], now: float) -> Sequence[NodeSlot] | None:
+        monkeypatch.undo()
+        tried = refused(row, seats, now) if when == "after" else []
+        plane.controller.next_attempt(job, row.attempt, "a rank died")
+        return tried if when == "after" else refused(row, seats, now)
+
+    monkeypatch.setattr(plane.controller.desk, "refused", meanwhile)
+    plane.steps(1)
+    row = plane.store.job(job)
+    assert (row.attempt, len(row.nodes)) == (3, 2)
+    assert plane.groups.held[job].keys() == {seat.bundle for seat in row.nodes}
+    assert plane.told(job, "controller_error") == []
+    assert plane.store.controls.open() == {}, "it stands on all that it wants"
 
 
 def test_one_that_ends_as_it_is_about_to_be_asked_has_no_error(
