@@ -101,10 +101,12 @@ class Preemption:
             return "kept"
         sight = self._desk.sight(seen.now)
         next_one = self.first(seen.queued, seen.holding, sight)
-        waiting = [] if next_one is None else [next_one]
-        waiting += [other for other in seen.holding if self._desk.short_of(other, sight)]
+        above = [other for other in seen.holding if other.priority > row.priority]
+        waiting = [other for other in above if self._desk.short_of(other, sight)]
+        if next_one is not None and next_one.priority > row.priority:
+            waiting.insert(0, next_one)
         stopped = [other for other in seen.holding if not other.state.holds_nodes]
-        for other in (other for other in waiting if other.priority > row.priority):
+        for other in waiting:
             if row.id in (needed := self._needed(other, stopped, sight)):
                 return "back"
             if needed or self._desk.fits_without(other, [], sight):

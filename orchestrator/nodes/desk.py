@@ -113,10 +113,12 @@ class NodeDesk:
     def short_of(self, row: JobRow, sight: Sight) -> int | None:
         """How many nodes a job that holds some waits for in place of lost ones; None: for none.
 
-        Before this process has tried to mend it, as far as it shows by the nodes that are gone.
+        Before this process has tried to mend it, as far as it shows by the nodes that are gone: on
+        one that was quarantined meanwhile it may start.
         """
         missing = self._short.get(row.id)
-        if missing is None and row.nodes and row.state in (JobState.STARTING, JobState.RECOVERING):
+        gone = any(not seat.spare and seat.node_id not in sight.alive for seat in row.nodes)
+        if missing is None and gone and row.state in (JobState.STARTING, JobState.RECOVERING):
             plan = sight.mended(row)
             missing = plan.missing if isinstance(plan, Short) else None
         return missing

@@ -43,6 +43,11 @@ class Sight:
         """Jobs that some node is left out for alone."""
         return frozenset(entry.job for entry in self.quarantines if entry.kind == "unfit")
 
+    @cached_property
+    def alive(self) -> frozenset[str]:
+        """Ids of the nodes that are there."""
+        return frozenset(node.node_id for node in self.nodes)
+
     def told(self) -> object:
         """All that it says, whenever it was looked at."""
         active = [q for q in self.quarantines if q.active(self.now)]
@@ -87,13 +92,12 @@ class Sight:
 
     def mended(self, row: JobRow) -> Mended | Short:
         """Where a job that holds nodes would stand if it started anew now."""
-        alive = {node.node_id for node in self.nodes}
         return mend_some(
             row.nodes,
             row.asks.need,
             row.asks.counts,
             self.nodes,
-            lost={seat.bundle for seat in row.nodes if seat.node_id not in alive},
+            lost={seat.bundle for seat in row.nodes if seat.node_id not in self.alive},
             barred=self.barred(row.id),
             waits=row.spec.recovery.no_other_node == "wait",
         )

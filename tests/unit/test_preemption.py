@@ -10,6 +10,8 @@ import pytest
 from orchestrator.controller.preemption import REFUSED_REST_S
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, next_state
+from orchestrator.nodes.sight import Sight
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.recovery.controls import Control, ControlAnswer
 from tests.unit.control_plane import ControlPlane, running, spares, tell, where
 
@@ -236,6 +238,42 @@ def test_a_restarted_controller_knows_who_waits_for_the_nodes_of_one_that_made_r
         plane.supervisors.done.add(high)
     plane.steps(3)
     assert (where(plane, high), plane.state(low)) == (["node0"], "queued")
+
+
+def test_a_job_that_starts_on_a_node_quarantined_meanwhile_waits_for_none(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    low = running(plane, "low", by="alice")
+    high = plane.submit("high", by="bob", resources={"priority": 5})
+    plane.steps(2)
+    (node,) = where(plane, high)
+    until = plane.now + 3600.0
+    case = Quarantine(node, "", "preflight", "matmul", "", "other", plane.now, until)
+    plane.store.nodes.quarantine(case, [])
+    same = plane.submit("same", by="carol")
+    tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
+    plane.supervisors.done.add(low)
+    plane.steps(4)
+    assert [plane.state(job) for job in (low, high, same)] == ["starting", "starting", "queued"]
+
+
+@pytest.mark.parametrize("which", ["has all its nodes", "is no more important"])
+def test_no_place_is_looked_for_where_a_starting_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    low = running(plane, "low")
+    all_there = which == "has all its nodes"
+    other = running(plane, "other", resources={"priority": 5 if all_there else 0})
+    tell(plane, other, transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    if not all_there:
+        plane.groups.dead.add(where(plane, other)[0])
+    looked: list[str] = []
+    mended = Sight.mended
+    monkeypatch.setattr(Sight, "mended", lambda s, row: looked.append(row.id) or mended(s, row))
+    tell(plane, low, transition=(JobState.QUEUED, Cause.PREEMPTED))
+    plane.supervisors.done.add(low)
+    plane.steps(2)
+    assert (plane.state(low), looked) == ("starting", [])
 
 
 def test_it_ends_a_job_that_waits_for_lost_nodes_without_its_ranks(tmp_path: Path) -> None:
