@@ -56,6 +56,7 @@ class _Uncommitted:
     since: float
     tried: float
     """When the newest try was over."""
+    why: str
 
 
 class CheckpointShelf:
@@ -213,7 +214,7 @@ class CheckpointShelf:
             if not _may_pass(error) or now - since >= STORAGE_S:
                 return self._not_made(report, error)
             logger.warning("checkpoint of step %d isn't made yet: %s", report.step, error)
-            self._uncommitted[step] = _Uncommitted(report, since, self._clock())
+            self._uncommitted[step] = _Uncommitted(report, since, self._clock(), str(error))
             return None
         except (IncompleteCheckpointError, AttemptOverError) as error:
             return self._not_made(report, error)
@@ -229,9 +230,12 @@ class CheckpointShelf:
         return told
 
     @property
-    def awaits_storage(self) -> bool:
-        """Whether a step that all ranks have written is no checkpoint yet."""
-        return bool(self._uncommitted)
+    def awaits_storage(self) -> str:
+        """Why the newest step that all ranks have written is no checkpoint yet; empty: it is."""
+        newest = max(self._uncommitted, default=None)
+        if newest is None:
+            return ""
+        return f"no checkpoint of step {newest.step}: {self._uncommitted[newest].why}"
 
     def _commit(self, report: SnapshotReport, actions: Sequence[Action]) -> None:
         step = written_step(report)

@@ -58,7 +58,8 @@ def unsaved(
 
 def why_no_checkpoint(ended: Sequence[RankEnd], shelf: CheckpointShelf) -> str:
     """Why a stop left none."""
-    failed = [shelf.failed[1]] if shelf.failed else []
+    failed = [shelf.awaits_storage] if shelf.awaits_storage else []
+    failed += [shelf.failed[1]] if shelf.failed else []
     failed += [shelf.unseen] if shelf.unseen else []
     told = [detail for detail in _details(ended) if detail.startswith(_NO_CHECKPOINT)]
     return (failed + told + ["no checkpoint"])[0]

@@ -67,9 +67,15 @@ class JobEnd:
         if failed:
             told = ranks_told([end.rank for end in first_causes(failed)])
             note = f" (no checkpoint: {told} ended before it was written)"
-        elif len(ended) == job.world and self.drained(ended, now):
+        elif len(ended) == job.world:
+            # They have stopped: what is waited for from here on is the storage.
+            final = cancelled or ending.control is None
+            if not self.drained(ended, now, DRAIN_S if final else STORAGE_S):
+                return None
             late = missed(ended, job.attempt.under_way)
             note = f" ({late}: an older checkpoint is what a resume starts from)" if late else ""
+            if job.shelf.awaits_storage and not job.all_on_disk():
+                note = f" ({why_no_checkpoint(ended, job.shelf)})"
         else:
             waited, heard = now - ending.began, job.attempt.heard > ending.began
             if not (late := ending.time.late(waited, heard=heard)):
@@ -86,8 +92,11 @@ class JobEnd:
         self.finish(ending.state, ending.cause, f"{ending.message.rstrip('.')}{note}.")
         return None
 
-    def drained(self, ended: Sequence[RankEnd], now: float) -> bool:
-        """Whether all that the ended ranks had to report is here, or won't come any more."""
+    def drained(self, ended: Sequence[RankEnd], now: float, storage_s: float = STORAGE_S) -> bool:
+        """Whether all that the ended ranks had to report is here, or won't come any more.
+
+        ``storage_s``: how long a storage is waited for that fails to make a checkpoint of it.
+        """
         job = self._job
         attempt = job.attempt
         attempt.ended_since = attempt.ended_since or job.clock()
@@ -95,7 +104,7 @@ class JobEnd:
         # A rank's last reports come before its end, and may have come since the pass began.
         complete = attempt.facts.step + 1 >= steps and not job.shelf.waiting()
         complete = complete and self._inbox.empty
-        patience = STORAGE_S if job.shelf.awaits_storage else DRAIN_S
+        patience = storage_s if job.shelf.awaits_storage else DRAIN_S
         return complete or now - attempt.ended_since > patience
 
     def complete(self, ended: Sequence[RankEnd]) -> None:

@@ -11,6 +11,7 @@ from launch.checkpoints import list_checkpoints
 from launch.commands import CopyFailed
 from launch.snapshots import UnreadSnapshotError
 from orchestrator.cli.close import saved
+from orchestrator.recovery.controls import Control
 from orchestrator.saved import checkpoint_shelf
 from orchestrator.saved.checkpoint_shelf import AGAIN_S, STORAGE_S
 from orchestrator.supervision.phases import Phase
@@ -250,6 +251,44 @@ class TestCommit:
         assert len(tries) == 1
         job.step(AGAIN_S)
         assert len(tries) == 2
+
+    @pytest.mark.parametrize("kind", ["pause", "preempt"])
+    def test_a_stop_waits_for_it_once_the_ranks_have_stopped(
+        self, bench: Make, storage: Storage, kind: str
+    ) -> None:
+        job = bench()
+        job.train(12)
+        asked = Control("k", kind, "ada", 0.0)  # type: ignore[arg-type]
+        job.supervision.ask([asked])
+        job.step()
+        job.ranks.train(1)
+        storage.number = errno.EIO
+        for _ in range(20):
+            job.step(10.0)
+        assert job.supervision.phase is Phase.STOPPING
+        storage.number = 0
+        job.step(10.0)
+        job.step()
+        assert job.supervision.phase is Phase.OVER
+        assert [c.step for c in list_checkpoints(job.controller.job_dir)] == [12]
+
+    @pytest.mark.parametrize("kind", ["pause", "cancel"])
+    def test_a_stop_that_gives_it_up_says_why(
+        self, bench: Make, storage: Storage, kind: str
+    ) -> None:
+        job = bench()
+        job.train(12)
+        if kind == "cancel":
+            job.supervision.ask_stop("enough")
+        else:
+            job.supervision.ask([Control("k", "pause", "ada", 0.0)])
+        job.step()
+        job.ranks.train(1)
+        storage.number = errno.EIO
+        for _ in range(3 if kind == "cancel" else 40):
+            job.step(10.0)
+        told = job.settled().event("ended" if kind == "cancel" else "control_refused").message
+        assert "Input/output error" in told and "did not stop" not in told
 
     def test_the_last_one_is_waited_for_and_the_job_is_done(
         self, bench: Make, storage: Storage
