@@ -28,7 +28,7 @@ def first_causes(ends: Sequence[RankEnd]) -> list[RankEnd]:
     raised = [end for end in ends if end.how == "raised"]
     copies = [end for end in raised if isinstance(end.cause, SnapshotError)]
     own = [end for end in raised if not _FOLLOWS.search(end.error)]
-    # Where a link is cut, rank 0 and who didn't reach it name each other: it has seen the others.
+    # Rank 0 has seen who came; the others know of rank 0 alone.
     waited = sorted((end for end in raised if _absent(end)), key=lambda end: end.rank)
     named = waited[:1] if waited and waited[0].rank == 0 else waited
     return lost or copies or own or named or raised
@@ -59,7 +59,9 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
         evidence[OUTSIDE] = 1.0
     ranks = tuple(end.rank for end in causes)
     if absent := {rank for end in causes for rank in _absent(end)}:
-        # Who waited has done nothing.
+        # Who waited has done nothing. Who is said to be absent and waited too has come: it is the
+        # link between them, or either's node, which preflight finds out.
+        absent -= {end.rank for end in ends if _absent(end)}
         ranks, evidence = tuple(sorted(absent)), {**evidence, UNMET: 1.0}
     return _incident("rank_died", told[0].upper() + told[1:], ranks, evidence, facts, now)
 

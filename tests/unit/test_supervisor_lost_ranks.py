@@ -283,8 +283,9 @@ class TestLostRanks:
         job.step()
         assert job.ranks.running
 
+    @pytest.mark.parametrize("spoke", [False, True])
     def test_who_did_not_come_to_the_meeting_is_accused_and_nobody_who_waited(
-        self, bench: Make
+        self, bench: Make, spoke: bool
     ) -> None:
         job = bench()
         job.train(12)
@@ -292,12 +293,12 @@ class TestLostRanks:
         job.step()
         for _ in range(3):
             job.step()
-            # The link between them is cut: each names the other, and rank 0 has seen the others.
+            # Rank 1 says nothing; or the link is cut, and each names the other.
             late = JoinError("rank 1 did not come to 10.0.0.1:29500 within 60 s", (1,))
             alone = JoinError("rank 0 was not reached at 10.0.0.1:29500 within 60 s", (0,))
-            job.ranks.fail(0, late)
-            job.ranks.fail(1, alone)
-            for rank, error in enumerate((late, alone)):
+            said = (late, alone) if spoke else (late,)
+            for rank, error in enumerate(said):
+                job.ranks.fail(rank, error)
                 cause = failure_of(rank, 12, error, {})
                 job.ranks.ends[rank] = RankEnd(rank, "raised", None, in_one_line(cause), cause)
             job.step()
@@ -305,7 +306,7 @@ class TestLostRanks:
         told = job.settled()
         assert told.kinds() == ["restart", "restart", "restart", "pause"]
         incident = told.actions[-1].incidents[0]
-        assert incident.ranks == (1,) and not incident.evidence.get("raised")
+        assert incident.ranks == (() if spoke else (1,)) and not incident.evidence.get("raised")
         assert incident.message.startswith("Rank 0 raised: JoinError: rank 1 did not come")
 
     def test_ranks_that_stop_reporting_are_restarted(self, bench: Make) -> None:
