@@ -70,19 +70,22 @@ def _nobody(folder: Path, why: str) -> None:
 def checkpoints_in(path: Path, left_out: Callable[[Path, str], None] = _nobody) -> list[Checkpoint]:
     """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked.
     ``left_out`` is told of folders that should be checkpoints and aren't, and why."""
-    folders = [path]
+    folders, unlisted = [path], []
     for folder in (path, path / "checkpoints"):
         try:
             folders += reversed(entries(folder, "step-"))
         except OSError as error:
-            left_out(folder, f"it can't be looked into: {error.strerror}")
-    found = []
+            unlisted.append((folder, f"it can't be looked into: {error.strerror}"))
+    found: list[Checkpoint] = []
     for folder in folders:
         try:
             found.append(read_manifest(folder))
         except (OSError, ManifestError) as error:
             if folder.name.startswith("step-"):
                 left_out(folder, str(error))
+    # A checkpoint itself need not be listed, nor have others below it.
+    for folder, why in unlisted if path not in (c.path for c in found) else ():
+        left_out(folder, why)
     return found
 
 

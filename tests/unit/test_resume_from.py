@@ -123,7 +123,10 @@ class TestPlaces:
             return scandir(folder)
 
         monkeypatch.setattr(os, "scandir", refusing)
-        assert [c.step for c in checkpoints_in(tmp_path / below)] == [20]
+        told: list[Path] = []
+        found = checkpoints_in(tmp_path / below, lambda folder, why: told.append(folder))
+        assert [c.step for c in found] == [20]
+        assert told == ([] if found[0].path == tmp_path / below else [tmp_path / below])
 
     @pytest.mark.parametrize(
         ("name", "words"),
