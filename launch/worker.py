@@ -14,7 +14,6 @@ documentation and not tried, for want of a GPU.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import socket
@@ -26,11 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from launch.allocator import keep_freed_memory
 from launch.background import run_politely
 from launch.commands import Assignment, Command, RankResult, Report
 from launch.data import DataAwayError
 from launch.delivery import Delivery
+from launch.imports import import_ahead
 from launch.keeper_clients import NO_KEEPERS, KeeperHandles, stores_of
 from launch.lifeline import depend_on
 from launch.mailbox import CommandRefusedError, Mailbox
@@ -110,7 +109,7 @@ class Worker:
         self._claimed = False
         self._meeting: Any = None
         write_stacks_at_signal()
-        run_politely(_import_ahead)
+        run_politely(import_ahead)
         if owner is not None:
             self._watch(owner)
 
@@ -261,27 +260,6 @@ def _exit(why: str) -> None:
     with suppress(Exception):
         sys.stderr.flush()
     os._exit(1)
-
-
-def _import_ahead() -> None:
-    # deepspeed picks its accelerator while it is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Ranks share the node's cores: a pool in each would only switch contexts.
-        torch.set_num_threads(1)
-        keep_freed_memory()
-
-    import launch.training  # noqa: F401
-    import parallel.deepspeed_engines  # noqa: F401
-    from parallel.precision import kernels
-
-    # deepspeed.initialize imports it, and torch._dynamo with it, which takes seconds.
-    with suppress(ImportError):
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    kernels.load()
 
 
 def _bind_gloo(node_ip: str) -> None:

@@ -19,7 +19,7 @@ The actor died because its node has died. Node Id: 8e9d14bc
 \tthe actor's node was terminated unexpectedly: health check failed"""
 NOT_CREATED = """The actor died because of an error raised in its creation task, Worker.__init__()
   File "launch/worker.py", line 86, in __init__
-    run_politely(_import_ahead)
+    run_politely(import_ahead)
 ModuleNotFoundError: No module named 'mine'
 """
 

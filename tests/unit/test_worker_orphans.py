@@ -25,7 +25,7 @@ def orphan(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
     monkeypatch.setattr(worker_module, "_exit", end)
     monkeypatch.setattr(worker_module, "ADOPTION_POLL_S", 0.01)
-    monkeypatch.setattr(worker_module, "_import_ahead", lambda: None)
+    monkeypatch.setattr(worker_module, "import_ahead", lambda: None)
     monkeypatch.setattr(Worker, "_keep_watch", lambda self: None)
     return Worker("the first supervisor")
 

@@ -7,8 +7,8 @@ import sys
 
 BUILT = """
 import os, sys
-import launch.worker
-launch.worker._import_ahead()
+from launch.imports import import_ahead
+import_ahead()
 before = set(sys.modules)
 os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
 import torch.distributed as dist
@@ -29,6 +29,7 @@ late = {name.split(".")[0] + "." + name.split(".")[1] for name in set(sys.module
         if name.startswith("torch.")}
 assert not late, f"imported only when the engine was built: {late}"
 assert "deepspeed.runtime.engine" in before
+assert "torch._inductor.compile_fx" not in before, "nothing is compiled"
 """
 
 FAULTS = """
