@@ -9,9 +9,9 @@ from far back where a short wait may spare it that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from launch.commands import RestoredOlder, RestorePoint
+from launch.commands import RestoredOlder
 from launch.rank_group import NodeSilentError, RankEnd
 from monitoring.environment import environment
 from monitoring.records import Incident
@@ -20,12 +20,12 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.protocol import ControllerPort, ResumeState
 from orchestrator.recovery.detector_bank import new_bank
 from orchestrator.saved.checkpoint_facts import facts_of
-from orchestrator.saved.checkpoint_shelf import STORAGE_S
 from orchestrator.spec.backend import backend_of
 from orchestrator.spec.degrees import other_degrees
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import assignments, seats, world_size
 from orchestrator.supervision.attempt_state import AttemptState
+from orchestrator.supervision.awaited_state import AwaitedState
 from orchestrator.supervision.control_room import ControlRoom
 from orchestrator.supervision.job_end import JobEnd
 from orchestrator.supervision.job_in_hand import JobInHand
@@ -35,9 +35,6 @@ from orchestrator.supervision.phases import Launching, Training
 from orchestrator.supervision.preflight_gate import Look, PreflightGate
 from orchestrator.supervision.restocking import Restocking
 from orchestrator.supervision.starting_points import newest_own
-
-LOOK_S = 1.0
-"""Seconds between two looks at a storage that doesn't say what it holds."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +60,7 @@ class AttemptStarter:
         self._restocking = restocking
         self._gate = gate
         self._sleep = sleep
-        self._awaited: tuple[int, float] = (0, 0.0)
-        """The last attempt that waited for keepers, and since when."""
-        self._storage_away: tuple[int, float, float] | None = None
-        """The attempt that waits for the storage, since when, and when it was looked at last."""
+        self._awaited = AwaitedState(job)
 
     def first(self) -> None:
         """Start the workers of the attempt that the supervisor was started for."""
@@ -136,15 +130,13 @@ class AttemptStarter:
             master = job.group.master()
         except NodeSilentError as error:
             return died([RankEnd(0, "lost", error=str(error))], attempt.facts, now)
-        if self._storage_away is not None and now - self._storage_away[2] < LOOK_S:
+        if self._awaited.rests(now):
             return None
         asked = job.clock()
         points = job.starts.choose(attempt)
         for folder, why in job.starts.left_out():
             job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
-        if attempt.resume.step >= 0 and self._awaits_keepers(points, asked):
-            return None
-        if self._awaits_storage(points, now):
+        if self._awaited.holds_up(points, asked, now):
             return None
         lost = job.starts.lost(points, job.journal.newest_checkpoint())
         if attempt.resume.step >= 0 and newest_own(points) is None:
@@ -169,51 +161,6 @@ class AttemptStarter:
         )
         job.journal.happened(started, job.clock())
         return None
-
-    def _awaits_keepers(self, points: Sequence[RestorePoint], asked: float) -> bool:
-        """Whether keepers may hold what ``points`` lack and are waited for: where that is all for
-        as long as an attempt may take to its first step, else for as long as it would take to
-        train it again, with time left for the start. ``asked``: when they were, the last time."""
-        job, attempt = self._job, self._job.attempt
-        keepers = job.starts.unheard(points, attempt.facts.step)
-        if not keepers:
-            return False
-        now, number, best = job.clock(), attempt.facts.attempt, newest_own(points)
-        since = self._awaited[1] if self._awaited[0] == number else asked
-        if best is None:
-            # What they take is the attempt's own time, which ``held_up`` will give it otherwise.
-            attempt.held_up(asked - now)
-        else:
-            again_s = (attempt.facts.step + 1 - best) * job.journal.step_time_s()
-            if now - since >= min(again_s, job.spec.recovery.init_timeout_s / 2):
-                return False
-        if self._awaited[0] != number:
-            self._awaited = (number, asked)
-            job.journal.happened(notices.keepers_awaited(keepers, best), now)
-        return True
-
-    def _awaits_storage(self, points: Sequence[RestorePoint], now: float) -> bool:
-        """Whether the checkpoints can't all be looked at, may hold what ``points`` lack, and were
-        not waited for long enough yet: no longer than it takes to train that again."""
-        job, attempt = self._job, self._job.attempt
-        found, written = newest_own(points), job.journal.newest_checkpoint()
-        best = -1 if found is None else found
-        enough = best >= max(0, written) or attempt.resume.step < 0
-        if not job.shelf.unseen or enough:
-            self._storage_away = None
-            return False
-        most_s = STORAGE_S
-        if found is not None:
-            most_s = min(STORAGE_S, (written - found) * job.journal.step_time_s())
-        number = attempt.facts.attempt
-        if self._storage_away is None or self._storage_away[0] != number:
-            self._storage_away = (number, now, now)
-            job.journal.happened(notices.storage_awaited(job.shelf.unseen, most_s), job.clock())
-        _, since, looked = self._storage_away
-        self._storage_away = (number, since, now)
-        # What the storage takes is no time of the ranks.
-        attempt.held_up(now - looked)
-        return now - since < most_s
 
     def starts_at(self, start: int, now: float) -> None:
         """Bring the detectors to the step that the attempt starts at."""
