@@ -37,8 +37,9 @@ LEAST_RATE = 50e6
 """Bytes a second below which a transfer counts as stuck."""
 REST_S = 60.0
 """How long a keeper is left alone after it failed."""
-GONE_REST_S = 2.0
-"""The same where it has died: another one takes its place in a moment."""
+GONE_REST_S = 0.5
+"""The same where it has died: another one takes its place in a moment, and until it is
+found a rank's state is in no other process."""
 ANSWER_S = 30.0
 """Seconds that a keeper may take to answer, beside the time that the bytes take."""
 

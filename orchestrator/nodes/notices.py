@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.events import EventDraft
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.placement import Barred, Mended, told_node
 from orchestrator.placement.quarantine import Dismissed, Shared
@@ -32,8 +32,8 @@ def moves(plan: Mended, lost: set[int], barred: dict[str, Barred], now: float) -
 
 def resized(row: JobRow, plan: Mended, now: float) -> list[EventDraft]:
     """That a job goes on with fewer nodes than it asks for, or with more than it had."""
-    before = sum(not seat.spare for seat in row.nodes)
-    after = sum(not seat.spare for seat in plan.nodes)
+    before = len(working(row.nodes))
+    after = len(working(plan.nodes))
     if before == after:
         return []
     wanted = row.spec.num_nodes
@@ -53,7 +53,7 @@ def keeper_told(seat: NodeSlot, now: float) -> EventDraft:
     """A keeper died while the job trains, and was started again."""
     message = (
         f"The keeper of snapshots on {told_node(seat)} died and was started again. What it held is "
-        "gone; it has every rank's state again from the next snapshot on."
+        "gone; ranks find it within a second, and it has their state from the next snapshot on."
     )
     return EventDraft("keeper_started", now, message, {"node_id": seat.node_id})
 

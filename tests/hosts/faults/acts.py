@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.keeper_clients import GONE_REST_S
 from tests.hosts.faults.memory import flip_copies
 from tests.hosts.faults.scene import HangError, Scene
 
@@ -327,7 +328,8 @@ def keepers_then_rank(scene: Scene) -> None:
         os.kill(pid, signal.SIGKILL)
     for number in range(len(keepers)):
         scene.wait_for_event("keeper_started", 60, after=before + number)
-    # Two snapshots, and one under way.
+    # Until the ranks have found them; then two snapshots, and one under way.
+    time.sleep(GONE_REST_S)
     scene.wait_for_step(scene.newest + 15)
     os.kill(scene.rank(1).pid, signal.SIGKILL)
 
