@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -17,3 +18,13 @@ class NodeSlot:
     slots: int
     spare: bool = False
     """Stands ready, and has no ranks."""
+
+
+def working(seats: Iterable[NodeSlot]) -> list[NodeSlot]:
+    """Those that have ranks, in the order of these."""
+    return [seat for seat in seats if not seat.spare]
+
+
+def homes(seats: Iterable[NodeSlot]) -> dict[int, NodeSlot]:
+    """Rank → the seat it has; ranks fill nodes in order."""
+    return dict(enumerate(seat for seat in working(seats) for _ in range(seat.slots)))

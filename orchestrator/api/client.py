@@ -40,12 +40,7 @@ PATIENCE_S = 60.0
 
 
 class Client:
-    """One controller's API at ``url``; ``token`` is its bearer token.
-
-    ``home``: where a controller that restarts says that it listens now; ``trust``: whose
-    certificates are taken, by default those of the system's authorities. An ``url`` that is none
-    is unreachable, and a ``token`` that can be none isn't accepted.
-    """
+    """One controller's API; its arguments are ``Connection``'s."""
 
     def __init__(
         self,

@@ -44,7 +44,6 @@ RESTART_S = 10.0
 """Seconds that a controller whose host runs may take to answer again."""
 LONGEST_PAUSE_S = 60.0
 """Seconds that a request is put off at most where its token asks too often."""
-
 HURRY_S = 1.0
 """All of these, where somebody waits at a prompt."""
 

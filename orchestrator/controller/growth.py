@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from orchestrator.controller.preemption import GROW, Preemption, grows
 from orchestrator.controller.seen import Seen
 from orchestrator.lifecycle import JobState
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.nodes.desk import NodeDesk
 from orchestrator.placement.fair_queue import turns
 from orchestrator.placement.placement import Mended
@@ -84,7 +84,9 @@ class Growth:
         plan = self._next[1]
         if not self._granted(row, plan.taken, seen.now):
             return
-        reason = f"{_working(plan.nodes)} of the {row.spec.num_nodes} nodes that it wants are there"
+        reason = (
+            f"{len(working(plan.nodes))} of the {row.spec.num_nodes} nodes that it wants are there"
+        )
         self._preemption.ask(row, f"{GROW}{row.attempt}", reason, seen.now)
 
     def _whose_turn(self, seen: Seen) -> tuple[str, Mended] | None:
@@ -100,7 +102,7 @@ class Growth:
         for row in small:
             if row.state is JobState.RUNNING and not _asked(row, seen):
                 plan = sight.mended(row)
-                if isinstance(plan, Mended) and self._may(row, _working(plan.nodes), seen.now):
+                if isinstance(plan, Mended) and self._may(row, len(working(plan.nodes)), seen.now):
                     could[row.id] = replace(row, nodes=()), plan
         if not could:
             return None
@@ -120,7 +122,7 @@ class Growth:
 
     def _may(self, row: JobRow, nodes: int, now: float) -> bool:
         """Whether it may start anew on so many."""
-        if nodes <= _working(row.nodes):
+        if nodes <= len(working(row.nodes)):
             return False
         began = self._store.attempts.of(row.id)[-1]["started_at"]
         if now - began < GROW_AFTER_S or self._preemption.refused(GROW, row, now):
@@ -167,13 +169,9 @@ class Growth:
         return not refused
 
 
-def _working(seats: Sequence[NodeSlot]) -> int:
-    return sum(not seat.spare for seat in seats)
-
-
 def _small(row: JobRow) -> bool:
     """Whether it holds nodes, and fewer than it would run on."""
-    return len(row.asks.counts) > 1 and 0 < _working(row.nodes) < row.asks.need.nodes
+    return len(row.asks.counts) > 1 and 0 < len(working(row.nodes)) < row.asks.need.nodes
 
 
 def _asked(row: JobRow, seen: Seen) -> list[Control]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.nodes.groups import NodeGroups, group_name
 from orchestrator.nodes.notices import judged_told, keeper_told, moves, resized, spare_told
 from orchestrator.nodes.sight import Sight
@@ -117,7 +117,7 @@ class NodeDesk:
         one that was quarantined meanwhile it may start.
         """
         missing = self._short.get(row.id)
-        gone = any(not seat.spare and seat.node_id not in sight.alive for seat in row.nodes)
+        gone = any(seat.node_id not in sight.alive for seat in working(row.nodes))
         if missing is None and gone and row.state in (JobState.STARTING, JobState.RECOVERING):
             plan = sight.mended(row)
             missing = plan.missing if isinstance(plan, Short) else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from monitoring.records import Incident
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, homes
 from orchestrator.placement.checks import Laid
 from orchestrator.placement.placement import NodeCapacity
 
@@ -49,7 +49,7 @@ def accused(
     node whose ranks died, or hung, while those of others lived. An error that a rank raised is
     the job's. ``rehearsed``: ranks that a drill struck; ``addresses``: of machines, by node id.
     """
-    home = _homes(nodes)
+    home = homes(nodes)
     found: dict[tuple[str, AccusationKind], Accusation] = {}
     for incident in incidents:
         where = list(dict.fromkeys(home[r] for r in incident.ranks if r in home))
@@ -101,9 +101,3 @@ def machine_addresses(nodes: Sequence[NodeCapacity]) -> dict[str, str]:
     """Addresses by node id, where an address is that of one node alone: there it is a machine's."""
     count = Counter(node.address for node in nodes)
     return {n.node_id: n.address for n in nodes if n.address and count[n.address] == 1}
-
-
-def _homes(nodes: Sequence[NodeSlot]) -> dict[int, NodeSlot]:
-    """Rank → the seat it has; ranks fill nodes in order."""
-    seats = [seat for seat in nodes if not seat.spare for _ in range(seat.slots)]
-    return dict(enumerate(seats))

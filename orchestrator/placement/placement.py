@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.spec.completion import slots_per_node
 from orchestrator.spec.job import JobSpec
 
@@ -209,7 +209,7 @@ def mend(
     (``fill``): nothing of a restart waits for them.
     """
     bad = {seat.bundle for seat in group if seat.bundle in lost or seat.node_id in barred}
-    working = [seat for seat in group if not seat.spare]
+    seated = working(group)
     spares = [seat for seat in group if seat.spare and seat.bundle not in bad]
     used = {seat.node_id for seat in group}
     others = ready_nodes(need, nodes, barred, {*used, *unwilling})
@@ -219,7 +219,7 @@ def mend(
     stayed: list[NodeSlot] = []
     short = 0
     # What is lost can't wait for what may stay.
-    for seat in sorted((s for s in working if s.bundle in bad), key=lambda s: s.bundle not in lost):
+    for seat in sorted((s for s in seated if s.bundle in bad), key=lambda s: s.bundle not in lost):
         if spares:
             moved[seat.bundle] = replace(spares.pop(0), spare=False)
         elif others:
@@ -234,13 +234,13 @@ def mend(
     if short:
         return Short(short, _shortage(short, need, nodes, barred, used))
     kept_spares = tuple(spares)
-    ranks = tuple(moved.get(seat.bundle, seat) for seat in working)
+    ranks = tuple(moved.get(seat.bundle, seat) for seat in seated)
     held = {seat.bundle for seat in (*ranks, *kept_spares)}
     return Mended(
         nodes=(*ranks, *kept_spares),
         taken=tuple(taken),
         dropped=tuple(seat for seat in group if seat.bundle not in held),
-        moved=tuple((seat, moved[seat.bundle]) for seat in working if seat.bundle in moved),
+        moved=tuple((seat, moved[seat.bundle]) for seat in seated if seat.bundle in moved),
         stayed=tuple(stayed),
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.placement.placement import Barred, Mended, Need, NodeCapacity, Short, mend, place
 from orchestrator.spec.degrees import node_counts
 from orchestrator.spec.job import JobSpec
@@ -88,7 +88,7 @@ def _resized(
     barred: Mapping[str, Barred],
 ) -> tuple[list[NodeSlot], set[int]]:
     """The group with ``count`` working seats, and the bundles of those that are yet to be found."""
-    working = [seat for seat in group if not seat.spare]
+    seated = working(group)
     spares = [seat for seat in group if seat.spare]
 
     def good(seat: NodeSlot) -> int:
@@ -97,9 +97,9 @@ def _resized(
             return 0
         return 4 if out is None else 3 if out.slow else 2 if out.may_stay else 1
 
-    worst = sorted(working, key=lambda seat: (good(seat), -working.index(seat)))
-    gone = {seat.bundle for seat in worst[: max(0, len(working) - count)]}
-    kept = [seat for seat in working if seat.bundle not in gone]
+    worst = sorted(seated, key=lambda seat: (good(seat), -seated.index(seat)))
+    gone = {seat.bundle for seat in worst[: max(0, len(seated) - count)]}
+    kept = [seat for seat in seated if seat.bundle not in gone]
     fresh = max((seat.bundle for seat in group), default=-1) + 1
     more = [NodeSlot("", "", fresh + i, need.slots) for i in range(count - len(kept))]
     return [*kept, *more, *spares], {seat.bundle for seat in more}

@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection, RowMapping
 
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused, state_named
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
 from orchestrator.recovery.resume import (
     NEWEST_CHECKPOINTS,
@@ -98,7 +98,7 @@ class AttemptRecords:
         query = sa.select(attempts.c.attempt, attempts.c.nodes).where(attempts.c.job == job)
         with self._reading() as db:
             told = [(number, seats_in(nodes or "[]")) for number, nodes in db.execute(query)]
-        return {number: sum(not seat.spare for seat in seats) for number, seats in told}
+        return {number: len(working(seats)) for number, seats in told}
 
     def seats_of(self, job: JobRow) -> tuple[NodeSlot, ...]:
         """Where the ranks of the job's present attempt run, or ran: ``job.nodes`` may be where
@@ -120,10 +120,10 @@ class AttemptRecords:
             detectors = detector_state_of(db, job)
         done = self._past.actions(job)
         sum_ = standing(row.spec, done)
-        working = sum(not node.spare for node in row.nodes)
+        ranked = len(working(row.nodes))
         # With resources.min_nodes it may hold fewer nodes than it asks for.
-        elastic = working and row.spec.resources.min_nodes is not None
-        spec = on_nodes(row.spec, working) if elastic else row.spec
+        elastic = ranked and row.spec.resources.min_nodes is not None
+        spec = on_nodes(row.spec, ranked) if elastic else row.spec
         return ResumeState(
             job=job,
             spec=spec,
@@ -138,7 +138,7 @@ class AttemptRecords:
             exchange=sum_.exchange,
             fired_drills=fired_drills(row.spec, recorded, self._past.incidents(job)),
             detector_state=detectors,
-            nodes=tuple(node for node in row.nodes if not node.spare),
+            nodes=tuple(working(row.nodes)),
             spares=tuple(node for node in row.nodes if node.spare),
             batches=batches_of(reversed(batches)),
             placement_group=row.placement_group,

@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection
 from launch.preflight import Failure
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import working
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.checks import Checked
 from orchestrator.placement.placement import NodeCapacity
@@ -92,7 +92,9 @@ class NodeRecords:
             )
             seats = {number: seats_in(nodes) for number, nodes in db.execute(where) if nodes}
         return [
-            Checked(number, time, _working(seats.get(number, ())), failed, ends)
+            Checked(
+                number, time, tuple(s.node_id for s in working(seats.get(number, ()))), failed, ends
+            )
             for number, (time, failed, ends) in sorted(found.items())
         ]
 
@@ -182,10 +184,6 @@ class NodeRecords:
             until = quarantines.c.until - quarantines.c.since + now
             db.execute(sa.update(quarantines).where(held).values(since=now, until=until))
             db.execute(sa.update(accusations).where(seen).values(time=now))
-
-
-def _working(seats: Sequence[NodeSlot]) -> tuple[str, ...]:
-    return tuple(seat.node_id for seat in seats if not seat.spare)
 
 
 def look_again(db: Connection, job: str, now: float) -> None:

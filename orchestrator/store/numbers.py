@@ -17,6 +17,7 @@ from sqlalchemy.engine import Connection
 from monitoring.prometheus import JobNumbers, Numbers
 from monitoring.records import StepRecord
 from orchestrator.lifecycle import JobState
+from orchestrator.node_slot import homes
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.store.rows import JOB, JobRow, job_row, step_record
 from orchestrator.store.tables import actions, events, incidents, jobs, quarantines, steps
@@ -55,7 +56,7 @@ def _job(
     # Of the many that name no device nothing is parsed.
     named = newest is not None and '"device":' in row.spec_text
     peak = rank_peak_tokens_per_s(row.spec) if named else None
-    ranks = sum(node.slots for node in row.nodes if not node.spare)
+    ranks = len(homes(row.nodes))
     return JobNumbers(
         job=row.id,
         name=row.name,

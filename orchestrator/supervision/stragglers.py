@@ -20,7 +20,7 @@ from launch.config import RunConfig
 from launch.step_part import StepPart
 from monitoring.config import DetectionConfig
 from monitoring.records import Incident
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, homes
 from orchestrator.supervision.attempt import ranks_told
 
 PERSISTENCE = 0.8
@@ -131,10 +131,10 @@ def incident_of(
     slow: Sequence[Slow], nodes: Sequence[NodeSlot], step: StepPart, now: float
 ) -> Incident:
     """The incident of the ranks that are slow as of ``step``."""
-    homes = _homes(nodes)
+    home = homes(nodes)
     worst = max(slow, key=lambda found: found.ratio)
     ranks = [found.rank for found in slow]
-    on = Counter(homes[rank].node_ip for rank in ranks if rank in homes)
+    on = Counter(home[rank].node_ip for rank in ranks if rank in home)
     where = ", ".join(sorted(on))
     return Incident(
         kind="slow_rank",
@@ -162,13 +162,8 @@ def incident_of(
 
 def slow_nodes(slow: Sequence[Slow], nodes: Sequence[NodeSlot]) -> tuple[str, ...]:
     """Ids of nodes most of whose ranks are slow, where not all nodes are."""
-    homes = _homes(nodes)
-    found = Counter(homes[one.rank].node_id for one in slow if one.rank in homes)
-    slots: Mapping[str, int] = {seat.node_id: seat.slots for seat in homes.values()}
+    home = homes(nodes)
+    found = Counter(home[one.rank].node_id for one in slow if one.rank in home)
+    slots: Mapping[str, int] = {seat.node_id: seat.slots for seat in home.values()}
     mostly = tuple(node for node, count in found.items() if 2 * count > slots[node])
     return mostly if len(mostly) < len(slots) else ()
-
-
-def _homes(nodes: Sequence[NodeSlot]) -> dict[int, NodeSlot]:
-    seats = [seat for seat in nodes if not seat.spare for _ in range(seat.slots)]
-    return dict(enumerate(seats))

@@ -23,7 +23,7 @@ from monitoring.records import StepRecord
 from monitoring.utilization import RANK_PEAK
 from monitoring.wandb_run import WandbRun
 from orchestrator.instant import Instant
-from orchestrator.node_slot import NodeSlot
+from orchestrator.node_slot import NodeSlot, working
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import (
     BY_KEEPERS,
@@ -216,7 +216,7 @@ def history(
 
 def _topology(resume: ResumeState) -> dict[str, int]:
     """What the job runs on, for W&B's configuration; its degrees are in the spec."""
-    seats = [node for node in resume.nodes if not node.spare]
+    seats = working(resume.nodes)
     return {
         "nodes": len(seats),
         "ranks": sum(node.slots for node in seats),
