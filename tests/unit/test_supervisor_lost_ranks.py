@@ -45,6 +45,18 @@ def outlive(job: Bench, steps: int) -> None:
     job.ranks.train(steps)
 
 
+def after_a_stale_handle(bench: Make) -> Bench:
+    """A job whose storage was away for a moment, and which has rested and begun again."""
+    job = bench()
+    job.train(12)
+    job.ranks.fail(0, failure_of(0, 12, OSError(116, "Stale file handle"), {}))
+    job.step()
+    job.step(BLAME_S)
+    while not job.ranks.running:
+        job.step(1.0)
+    return job
+
+
 class TestLostRanks:
     def test_a_dead_rank_ends_the_others_and_the_newest_copies_are_taken(self, bench: Make) -> None:
         job = bench()
@@ -251,13 +263,7 @@ class TestLostRanks:
         assert all(a.incidents[0].evidence["raised"] for a in told.actions), "no node is accused"
 
     def test_a_storage_that_comes_back_costs_the_restarts_alone(self, bench: Make) -> None:
-        job = bench()
-        job.train(12)
-        job.ranks.fail(0, failure_of(0, 12, OSError(116, "Stale file handle"), {}))
-        job.step()
-        job.step(BLAME_S)
-        while not job.ranks.running:
-            job.step(1.0)
+        job = after_a_stale_handle(bench)
         job.train(10)
         job.ranks.lose(1)
         job.step()
@@ -268,13 +274,7 @@ class TestLostRanks:
     def test_a_new_supervisor_of_a_job_that_has_trained_since_starts_at_once(
         self, bench: Make
     ) -> None:
-        job = bench()
-        job.train(12)
-        job.ranks.fail(0, failure_of(0, 12, OSError(116, "Stale file handle"), {}))
-        job.step()
-        job.step(BLAME_S)
-        while not job.ranks.running:
-            job.step(1.0)
+        job = after_a_stale_handle(bench)
         job.train(50)
         attempt = job.settled().attempt
         job.supervision.close()

@@ -33,6 +33,15 @@ def controller_that_raised(cause: Exception, patch: pytest.MonkeyPatch) -> RayCo
     return controller
 
 
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What actors were asked and have answered; a test fills it."""
+    given: set[str] = set()
+    monkeypatch.setattr(ray, "wait", lambda asked, timeout: ([a for a in asked if a in given], []))
+    monkeypatch.setattr(ray, "get", lambda reference: True)
+    return given
+
+
 def test_a_store_that_is_held_is_waited_for_as_a_controller_that_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,13 +57,8 @@ def test_a_refusal_is_none_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_supervisor_that_has_yet_to_start_is_waited_for_longer_than_one_that_falls_silent(
-    monkeypatch: pytest.MonkeyPatch,
+    answers: set[str],
 ) -> None:
-    answers: set[str] = set()
-    monkeypatch.setattr(
-        ray, "wait", lambda asked, timeout: ([a for a in asked if a in answers], [])
-    )
-    monkeypatch.setattr(ray, "get", lambda reference: True)
     actor = SimpleNamespace(ping=SimpleNamespace(remote=lambda: "ping"))
     supervisors = RaySupervisors(object)
     supervisors._known["job"] = _Known(actor, "run")
@@ -74,13 +78,8 @@ def test_a_supervisor_that_has_yet_to_start_is_waited_for_longer_than_one_that_f
 
 
 def test_one_that_another_controller_started_may_be_starting_still(
-    monkeypatch: pytest.MonkeyPatch,
+    answers: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: set[str] = set()
-    monkeypatch.setattr(
-        ray, "wait", lambda asked, timeout: ([a for a in asked if a in answers], [])
-    )
-    monkeypatch.setattr(ray, "get", lambda reference: True)
     actor = SimpleNamespace(ping=SimpleNamespace(remote=lambda: "ping"))
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
     supervisors = RaySupervisors(object)
