@@ -129,12 +129,12 @@ class Rescue:
         deadline = time.monotonic() + STORAGE_S
         while self._groups.silent(job) and time.monotonic() < deadline:
             # One that is busy with gigabytes may hold what the others lack.
-            time.sleep(min(AGAIN_S, STORAGE_S))
+            time.sleep(AGAIN_S)
             held = self._groups.copies(job)
         tried = self._try(last, held, patient=time.monotonic() < deadline)
         while tried.may_pass and time.monotonic() < deadline:
             # What ends ranks is often the storage, which comes back.
-            time.sleep(min(AGAIN_S, STORAGE_S))
+            time.sleep(AGAIN_S)
             patient = time.monotonic() < deadline
             again = self._try(last, self._groups.copies(job), patient=patient)
             if tried.lost_sight(again):

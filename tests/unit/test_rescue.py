@@ -252,6 +252,7 @@ def test_keepers_that_never_say_so_hold_no_nodes_for_ever(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.nodes.rescue.STORAGE_S", 0.05)
+    monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
     job = RestingJob(plane)
     job.hold(15)
     plane.groups.mute = 1_000_000
