@@ -181,11 +181,6 @@ def require_same(group: dist.ProcessGroup, value: int, what: str) -> None:
         raise RanksDisagreeError(f"{what} is not the same on all ranks")
 
 
-def meet(group: dist.ProcessGroup) -> None:
-    """Wait until all ranks have come here."""
-    dist.barrier(group)
-
-
 Word = TypeVar("Word")
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from launch.allocator import give_back_freed_memory
 from launch.commands import Assignment, RestorePoint
 from launch.node_memory import free_bytes
-from launch.process_group import gather, meet
+from launch.process_group import gather
 from launch.replicas import RankState, most_in_rings, refuse_too_large
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def kept_in_rings(
     snapshots = assignment.run.snapshots
     give_back_freed_memory()
     # A rank that has not let go of its copy yet takes room on its node from the others.
-    meet(world)
+    dist.barrier(world)
     room = free_bytes() + held_nbytes
     if started_from is not None and started_from.tier != "disk":
         # The copy came by way of the object store, which keeps that memory for the next one.

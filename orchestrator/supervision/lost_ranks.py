@@ -60,8 +60,9 @@ def died(ends: Sequence[RankEnd], facts: JobFacts, now: float) -> Incident:
     ranks = tuple(end.rank for end in causes)
     if absent := {rank for end in causes for rank in _absent(end)}:
         # Who waited has done nothing. Who is said to be absent and waited too has come: it is the
-        # link between them, or either's node, which preflight finds out.
-        absent -= {end.rank for end in ends if _absent(end)}
+        # link between them, or either's node, which preflight finds out. Who names himself could
+        # not open the meeting.
+        absent -= {end.rank for end in ends if _absent(end) and end.rank not in _absent(end)}
         ranks, evidence = tuple(sorted(absent)), {**evidence, UNMET: 1.0}
     return _incident("rank_died", told[0].upper() + told[1:], ranks, evidence, facts, now)
 

@@ -28,6 +28,7 @@ from orchestrator.controller.lost_supervisor import supervisor_lost
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.recovery.policy import decide
 from orchestrator.spec.config import RecoveryConfig
+from orchestrator.supervision.lost_ranks import died
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
 from tests.unit.recovery_cases import incident
@@ -397,6 +398,32 @@ class TestLostRanks:
         job.train(60)
         assert job.settled().kinds() == []
         assert job.controller.event("unrecorded").detail == {"first": 23, "last": 59}
+
+
+@pytest.mark.parametrize(
+    ("said", "accused"),
+    [
+        # Rank 3 never came.
+        ({0: (3,), 1: (), 2: ()}, (3,)),
+        # Rank 0 can't be reached by rank 3, nor the other way round.
+        ({0: (3,), 1: (), 2: (), 3: (0,)}, ()),
+        # Rank 0's node is cut off from both others.
+        ({0: (1, 2), 1: (0,), 2: (0,)}, ()),
+        # Rank 0 can't open the meeting's address.
+        ({0: (0,), 1: (0,), 2: (0,)}, (0,)),
+        # Rank 0 says nothing.
+        ({1: (0,), 2: (0,)}, (0,)),
+    ],
+)
+def test_of_ranks_that_did_not_meet_those_are_accused_who_can_alone_have_done_it(
+    said: dict[int, tuple[int, ...]], accused: tuple[int, ...]
+) -> None:
+    ends = []
+    for rank, absent in said.items():
+        cause = failure_of(rank, 0, JoinError("not all came", absent), {})
+        ends.append(RankEnd(rank, "raised", error=in_one_line(cause), cause=cause))
+    facts: Any = SimpleNamespace(step=5, attempt=2, timeline=0)
+    assert died(ends, facts, 0.0).ranks == accused
 
 
 def test_keys_of_other_jobs_ranks_do_not_complete_a_step() -> None:
