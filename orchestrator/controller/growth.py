@@ -155,7 +155,7 @@ class Growth:
 
     def _granted(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> bool:
         """Whether Ray would grant them, as far as trying tells; not to a job that moved on."""
-        tried = self._desk.refused(row, seats, now)
+        tried = self._desk.try_out(row, seats, now)
         if tried is None:
             return False
         refused = {seat.node_id for seat in tried}

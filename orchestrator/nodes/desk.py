@@ -259,7 +259,7 @@ class NodeDesk:
             self._tell_stayed(row, plan, barred, now)
         return ""
 
-    def refused(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot] | None:
+    def try_out(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot] | None:
         """Those of ``seats`` that Ray wouldn't grant the job, which are passed over for a while:
         they are taken and given back. None, and none is taken, where the job isn't any more as
         ``row`` says: seats of these numbers may be its next attempt's, and would end with it."""
