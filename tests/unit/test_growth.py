@@ -182,15 +182,15 @@ def test_one_that_starts_anew_as_it_is_about_to_be_asked_keeps_what_it_starts_on
 ) -> None:
     plane, job = on_one_of_two(tmp_path)
     plane.now += 2 * GROW_AFTER_S
-    refused = plane.controller.desk.refused
+    try_out = plane.controller.desk.try_out
 
     def meanwhile(row: JobRow, seats: Sequence[NodeSlot], now: float) -> Sequence[NodeSlot] | None:
         monkeypatch.undo()
-        tried = refused(row, seats, now) if when == "after" else []
+        tried = try_out(row, seats, now) if when == "after" else []
         plane.controller.next_attempt(job, row.attempt, "a rank died")
-        return tried if when == "after" else refused(row, seats, now)
+        return tried if when == "after" else try_out(row, seats, now)
 
-    monkeypatch.setattr(plane.controller.desk, "refused", meanwhile)
+    monkeypatch.setattr(plane.controller.desk, "try_out", meanwhile)
     plane.steps(1)
     row = plane.store.job(job)
     assert (row.attempt, len(row.nodes)) == (3, 2)
