@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -136,9 +137,14 @@ class SupervisedJob:
         return self.told()
 
     def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
+        """Until ``step`` was told, or the supervisor has returned."""
+        self.wait_until(lambda told: any(r.step >= step for r in told["steps"]), timeout_s)
+
+    def wait_until(self, seen: Callable[[dict[str, Any]], Any], timeout_s: float = 120.0) -> None:
+        """Until what was told has in it what ``seen`` looks for, or the supervisor has returned."""
         end = time.monotonic() + timeout_s
-        while max((r.step for r in self.told()["steps"]), default=-1) < step:
-            assert time.monotonic() < end, f"step {step} was not reached"
+        while not seen(self.told()):
+            assert time.monotonic() < end, "what is waited for was not told"
             done, _ = ray.wait([self.run], timeout=0.2)
             if done:
                 ray.get(self.run)

@@ -39,7 +39,14 @@ from monitoring.amax import COLUMNS, encode
 from orchestrator.actions import Action
 from orchestrator.instant import Instant
 from orchestrator.node_slot import NodeSlot
-from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
+from orchestrator.protocol import (
+    Acknowledgement,
+    FencedError,
+    JobHistory,
+    PastMark,
+    ResumeState,
+    SupervisorBatch,
+)
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.recovery.resume import batches_of, standing
 from orchestrator.saved.restore import WRITTEN
@@ -143,6 +150,9 @@ class ScriptedController:
             batches=batches_of((s["step"], s["batch"]) for s in self.steps),
             written=tuple(asdict(e) for e in self.events if e.kind == WRITTEN),
         )
+
+    def history(self, job: str, after: PastMark | None = None) -> JobHistory:
+        return JobHistory(tuple(self.steps), (), tuple(asdict(event) for event in self.events))
 
     def kinds(self) -> list[str]:
         return [action.kind for action in self.actions]
