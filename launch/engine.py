@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from launch.config import RunConfig
-from parallel.engine import Engine, TrainingNumbers, build_engine
+from parallel.engine import Engine, TrainingNumbers
+from parallel.engine_build import build_engine
 
 
 def engine_of(run: RunConfig) -> Engine:

@@ -19,7 +19,8 @@ from parallel.config import (
     ParallelismConfig,
     RecipeName,
 )
-from parallel.engine import Engine, TrainingNumbers, build_engine
+from parallel.engine import Engine, TrainingNumbers
+from parallel.engine_build import build_engine
 
 MODEL = ModelConfig(vocab_size=64, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2)
 WIDE = MODEL.model_copy(

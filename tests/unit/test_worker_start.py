@@ -13,7 +13,8 @@ before = set(sys.modules)
 os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
 import torch.distributed as dist
 from parallel.config import FP8Config, GradientExchangeConfig, ModelConfig, ParallelismConfig
-from parallel.engine import TrainingNumbers, build_engine
+from parallel.engine import TrainingNumbers
+from parallel.engine_build import build_engine
 store = dist.HashStore()
 dist.init_process_group("gloo", rank=0, world_size=1, store=store)
 build_engine(
