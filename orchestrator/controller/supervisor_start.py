@@ -1,8 +1,8 @@
 """The start of a job's supervisor, which may fail: its name isn't free yet, Ray is overworked.
 
-Promises: each failure is told, and the next try comes after a rest that grows; however often it is
-tried, that is one attempt; after ``TRIES`` the job is paused and says why. They are counted from
-what is stored.
+Promises: each failure is told, and the next try comes after a rest that grows; an attempt is tried
+again only while no supervisor can have had it, as its number is what fences two of them; after
+``TRIES`` in a row the job is paused and says why. They are counted from what is stored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 NOT_STARTED = "supervisor_not_started"
 """Kind of the event that tells of a failure."""
+AGAIN = "supervisor_tried_again"
+"""Kind of the event that comes before the next try: what comes after it is that try's."""
 TRIES = 10
 """Failures in a row after which the job is paused: as long as a supervisor may take to answer."""
 REST_S = 1.0
@@ -51,6 +53,9 @@ class SupervisorStart:
         self._not_before.pop(row.id, None)
         failures = self._failures(row)
         resume = self._begun(row, reason, now, again=failures > 0)
+        if failures:
+            told = f"Its supervisor is started again (try {failures + 1} of {TRIES})."
+            self._store.note(row.id, EventDraft(AGAIN, now, told, {"try": failures + 1}))
         try:
             self._supervisors.start(resume)
         except Exception as error:
@@ -67,14 +72,15 @@ class SupervisorStart:
         return attempts.begin(row.id, reason, now)
 
     def _failures(self, row: JobRow) -> int:
-        """How often it has failed in this attempt since the job last changed its state."""
-        told = self._store.past.newest_events(row.id, ("state", NOT_STARTED), TRIES)
-        return sum(
-            1
-            for _ in takewhile(
-                lambda e: e["kind"] == NOT_STARTED and e["attempt"] == row.attempt, reversed(told)
-            )
-        )
+        """How often the start of this attempt has failed in a row; 0 unless that is the last that
+        is known of it: a try whose end isn't told may have begun a supervisor."""
+        kinds = ("state", "attempt", AGAIN, NOT_STARTED)
+        told = self._store.past.newest_events(row.id, kinds, 2 * TRIES)
+        tries = [
+            event["kind"]
+            for event in takewhile(lambda e: e["kind"] in (AGAIN, NOT_STARTED), reversed(told))
+        ]
+        return tries.count(NOT_STARTED) if tries[:1] == [NOT_STARTED] else 0
 
     def _failed(self, row: JobRow, times: int, why: str, now: float) -> None:
         told = f"Its supervisor could not be started ({times} of {TRIES} tries): {why}"

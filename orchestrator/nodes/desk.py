@@ -290,9 +290,13 @@ class NodeDesk:
 
     def leave(self, row: JobRow) -> None:
         """Give back the nodes that the job has left, once it trains elsewhere."""
-        if row.state is JobState.RUNNING and (left := self._left.pop(row.id, None)):
-            with self._placing:
-                self._groups.give_back(row.id, left)
+        if row.state is not JobState.RUNNING or row.id not in self._left:
+            return
+        with self._placing:
+            there = self._store.job(row.id)
+            # Since it was read it may have left others, which hold what it goes on from.
+            if (there.state, there.attempt) == (row.state, row.attempt):
+                self._groups.give_back(row.id, self._left.pop(row.id, ()))
 
     def fill(self, row: JobRow, now: float) -> tuple[NodeSlot, ...] | None:
         """Take spares that the group is short of; all that it has then, None if that is no news.

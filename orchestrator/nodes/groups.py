@@ -33,6 +33,8 @@ GRANT_TIMEOUT_S = 5.0
 """Seconds in which Ray reserves seats that fit, of all together; it takes milliseconds."""
 PING_S = 3.0
 """Seconds that the keepers of a group may take to answer."""
+AGAIN_S = 0.2
+"""Seconds after which one that couldn't be reached is asked again."""
 STARTING_S = 60.0
 """Seconds that a keeper may take to start on an overworked node."""
 
@@ -309,18 +311,26 @@ class RayNodeGroups:
             if keeper is None:
                 found[seat.bundle] = "dead"
             else:
-                asked[keeper.ping.remote()] = (seat.bundle, name)
-        if asked:
-            ray.wait(list(asked), num_returns=len(asked), timeout=PING_S)
-        for reference, (bundle, name) in asked.items():
-            try:
-                ray.get(reference, timeout=0)
-            except ray.exceptions.GetTimeoutError:
-                age = time.monotonic() - self._started.get(name, -math.inf)
-                if age > STARTING_S:
-                    found[bundle] = "silent"
-            except ray.exceptions.RayError:
-                found[bundle] = "dead"
+                asked[keeper.ping.remote()] = (seat.bundle, name, keeper)
+        deadline = time.monotonic() + PING_S
+        while asked and (left := deadline - time.monotonic()) > 0:
+            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=min(left, AGAIN_S))
+            away = []
+            for reference in answered:
+                bundle, name, keeper = asked.pop(reference)
+                try:
+                    ray.get(reference, timeout=0)
+                except ray.exceptions.ActorUnavailableError:
+                    # A broken connection, Ray says: it lives, and so do the copies in it.
+                    away.append((bundle, name, keeper))
+                except ray.exceptions.RayError:
+                    found[bundle] = "dead"
+            if away:
+                time.sleep(min(left, AGAIN_S))
+            asked.update({each[2].ping.remote(): each for each in away})
+        for bundle, name, _ in asked.values():
+            if time.monotonic() - self._started.get(name, -math.inf) > STARTING_S:
+                found[bundle] = "silent"
         return found
 
 

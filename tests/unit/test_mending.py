@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from launch.digests import digest_of
+from launch.keeper import Keeper
+from launch.snapshots import SnapshotKey
 from orchestrator.lifecycle import Cause, JobState, TransitionRefused
 from orchestrator.nodes.desk import FILL_EVERY_S
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.store.rows import JobRow
 from tests.unit.control_plane import ControlPlane, running, spares, tell, where
 
@@ -51,3 +55,24 @@ def test_one_that_gave_its_nodes_back_as_an_attempt_is_asked_for_takes_none(
     with pytest.raises(TransitionRefused):
         plane.controller.next_attempt(job, 1, "a rank died")
     assert not plane.groups.held.get(job) and plane.store.job(job).nodes == ()
+
+
+def test_a_node_that_was_left_since_the_pass_read_its_job_keeps_what_it_holds(
+    tmp_path: Path,
+) -> None:
+    plane = ControlPlane(tmp_path, 4, 4, 4)
+    job = running(plane, num_nodes=2)
+    before = plane.store.job(job)
+    holds = plane.groups.keepers[job] = {seat.bundle: Keeper() for seat in before.nodes}
+    key = SnapshotKey(job, 1, 0, 5, 410)  # what the next attempt starts from
+    holds[before.nodes[1].bundle].put(key, b"state", digest_of(b"state"))
+    bad = Quarantine("node1", "10.0.0.2", "by_hand", "a bad NIC", "alice", "", plane.now, None)
+    plane.store.nodes.quarantine(bad, [])
+    tell(plane, job, transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    again = plane.controller.next_attempt(job, 1, "rank 5 died")
+    assert [node.node_id for node in again.nodes] == ["node0", "node2"]
+    plane.controller.desk.leave(before)
+    assert plane.groups.held[job].keys() == {0, 1, 2}
+    tell(plane, job, transition=(JobState.RUNNING, Cause.RECOVERED))
+    plane.controller.desk.leave(plane.store.job(job))
+    assert plane.groups.held[job].keys() == {0, 2}

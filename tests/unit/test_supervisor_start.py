@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller.supervisor_start import NOT_STARTED, TRIES
+from orchestrator.events import EventDraft
 from orchestrator.protocol import ResumeState
 from orchestrator.recovery.controls import Control
-from tests.unit.control_plane import ControlPlane
+from tests.unit.control_plane import ControlPlane, running, tell
 
 TAKEN = "The name octavo-supervisor-toy (namespace=octavo) is already taken."
 
@@ -85,6 +86,55 @@ def test_where_its_nodes_have_changed_it_is_another_attempt(tmp_path: Path) -> N
     assert [(r.attempt, r.nodes) for r in plane.supervisors.started] == [
         (2, plane.store.job(job).nodes)
     ]
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_one_that_started_at_the_second_try_and_is_lost_is_followed_by_the_next_attempt(
+    plane: ControlPlane, tells: bool
+) -> None:
+    job = running(plane)
+    Starts(plane, failures=1)
+    plane.supervisors.done.add(job)
+    plane.steps(20)
+    assert [resume.attempt for resume in plane.supervisors.started] == [1, 2]
+    if tells:
+        tell(plane, job, events=(EventDraft("preflight", plane.now, "Preflight passed.", {}),))
+    plane.supervisors.done.add(job)
+    plane.steps(20)
+    assert [resume.attempt for resume in plane.supervisors.started] == [1, 2, 3]
+    assert plane.told(job, "controller_error") == []
+
+
+def test_a_try_that_the_controller_died_in_may_have_begun_a_supervisor(plane: ControlPlane) -> None:
+    starts = Starts(plane, failures=1)
+    job = plane.submit()
+    plane.steps(1)
+    begun = plane.supervisors.start
+
+    def dies(resume: ResumeState) -> None:
+        begun(resume)
+        raise SystemExit
+
+    plane.supervisors.start = dies  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        plane.steps(20)
+    plane.supervisors.start = starts  # type: ignore[method-assign]
+    plane.controller = plane.new_controller()
+    plane.supervisors.done.add(job)
+    plane.steps(20)
+    assert [resume.attempt for resume in plane.supervisors.started] == [1, 2]
+
+
+def test_supervisors_that_die_before_they_tell_anything_end_in_a_pause(plane: ControlPlane) -> None:
+    job = running(plane)
+    Starts(plane, failures=1)
+    plane.supervisors.done.add(job)
+    for _ in range(600):
+        plane.steps(1)
+        if job in plane.supervisors.alive:
+            plane.supervisors.done.add(job)
+    assert plane.state(job) == "paused"
+    assert len(plane.supervisors.started) < 10
 
 
 def test_what_a_person_asks_for_meanwhile_is_done_at_once(plane: ControlPlane) -> None:
