@@ -1,17 +1,13 @@
 """State on disk: written beside the run by the ranks, made valid by one rename.
 
 ``<job>/checkpoints/step-00000100/`` holds one safetensors file a rank and a manifest with
-their digests. All that an attempt does goes through its own folder, ``.attempt-N/``:
+their digests. It comes out of its attempt's own folder (``launch.attempt_folder``, the fence):
 
-    open_attempt        (supervisor) makes it, and renames those of earlier attempts away
     write_rank_file     (ranks) write into it
     commit_checkpoint   (supervisor, once all have) renames a step out of it
-    deleting            renames into it what is to go
-    put_file            renames what is told of the job's end out of it
 
-So an attempt that was given up can change nothing any more, whatever it was in the middle of,
-and however late it wakes up: the folder that it would rename from, or to, has gone. Promises: a
-folder named ``step-…`` is complete; damage is found before anything is loaded; no pickle, no torch.
+Promises: a folder named ``step-…`` is complete; an attempt that was given up can change nothing any
+more; damage is found before anything is loaded; no pickle, no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -29,6 +24,13 @@ from typing import Any
 import numpy as np
 
 from launch import checkpoint_files
+from launch.attempt_folder import (
+    checkpoints_folder,
+    grave_name,
+    own_folder,
+    refuse_if_over,
+    retire,
+)
 from launch.checkpoint_files import (
     RankFile,
     complete_file,
@@ -52,21 +54,9 @@ from launch.snapshots import (
 HOLD_S = 3600.0
 """How long a checkpoint that somebody reads is kept for that."""
 
-_ATTEMPT = re.compile(r"\.attempt-(\d+)")
 _STAGED = re.compile(r"step-(\d+)-timeline-(\d+)")
 
 logger = logging.getLogger(__name__)
-
-
-class AttemptOverError(RuntimeError):
-    """A write of an attempt that was given up: another one has the job's checkpoints."""
-
-    def __init__(self, attempt: int, detail: str) -> None:
-        super().__init__(f"attempt {attempt} is over: {detail}")
-        self.attempt, self.detail = attempt, detail
-
-    def __reduce__(self) -> tuple[type[AttemptOverError], tuple[int, str]]:
-        return (type(self), (self.attempt, self.detail))
 
 
 class IncompleteCheckpointError(RuntimeError):
@@ -80,67 +70,18 @@ class IncompleteCheckpointError(RuntimeError):
         return (type(self), (self.step, self.missing))
 
 
-def open_attempt(job_dir: Path | str, attempt: int) -> None:
-    """Take the checkpoints over for ``attempt``, before any rank of it runs.
-
-    Asked again by the same attempt it changes nothing; ``bury`` gives back what earlier ones took.
-    Raises AttemptOverError when a later one has them, or OSError.
-    """
-    root = _checkpoints(Path(job_dir))
-    own = _own(root, attempt)
-    made = not own.exists()
-    if (newest := _newest_attempt(root)) > attempt:
-        raise AttemptOverError(attempt, f"attempt {newest} has taken over")
-    own.mkdir(parents=True, exist_ok=True)
-    # Whoever comes later has made his folder before he looks; so either he sees ours, or we his.
-    if (newest := _newest_attempt(root)) > attempt:
-        if made:
-            shutil.rmtree(own, ignore_errors=True)
-        raise AttemptOverError(attempt, f"attempt {newest} has taken over")
-    for folder in entries(root, ".attempt-"):
-        match = _ATTEMPT.fullmatch(folder.name)
-        if match and int(match[1]) < attempt:
-            # Another supervisor of this attempt may have done it.
-            with suppress(FileNotFoundError):
-                folder.rename(root / f".given-up-{match[1]}-{time.time_ns()}")
-    sync_folder(root)
-    sync_folder(root.parent)
-
-
-def attempt_is_open(job_dir: Path | str, attempt: int) -> bool:
-    """Whether what ``open_attempt`` made is there. Raises OSError where the storage doesn't say."""
-    return _own(_checkpoints(Path(job_dir)), attempt).exists()
-
-
-def put_file(job_dir: Path | str, attempt: int, name: str, text: str) -> None:
-    """Make ``text`` the file ``name`` in the job's folder, in one rename.
-
-    Raises AttemptOverError when a later attempt has the job, or OSError; the file is then as it
-    was.
-    """
-    open_attempt(job_dir, attempt)
-    root = _checkpoints(Path(job_dir))
-    beside = _own(root, attempt) / name
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(Path(job_dir) / name)
-    except FileNotFoundError:
-        _refuse_if_over(root, attempt)
-        raise
-
-
 def write_rank_file(job_dir: Path, key: SnapshotKey, payload: Payload, digest: str) -> Path:
     """Write one rank's file of a checkpoint, durable and read back on return.
 
     Raises OSError if it can't be, AttemptOverError, or DamagedFileError.
     """
-    root = _checkpoints(job_dir)
-    folder = _own(root, key.attempt) / _staged_name(key.step, key.timeline)
+    root = checkpoints_folder(job_dir)
+    folder = own_folder(root, key.attempt) / _staged_name(key.step, key.timeline)
     try:
         folder.mkdir(exist_ok=True)
         checkpoint_files.write_rank_file(folder, _rank_name(key.rank), payload, digest)
     except FileNotFoundError:
-        _refuse_if_over(root, key.attempt)
+        refuse_if_over(root, key.attempt)
         raise
     return folder / _rank_name(key.rank)
 
@@ -167,8 +108,8 @@ def commit_checkpoint(
     OSError; then nothing has changed.
     What the files hold was verified as they were written.
     """
-    root = _checkpoints(Path(job_dir))
-    own = _own(root, attempt)
+    root = checkpoints_folder(Path(job_dir))
+    own = own_folder(root, attempt)
     folder, at_timeline, files = _complete_folder(own, step, ranks, timeline)
     final = checkpoint_folder(job_dir, step)
     checkpoint = Checkpoint(final, step, attempt, at_timeline, files, dict(run or {}))
@@ -177,7 +118,7 @@ def commit_checkpoint(
         sync_folder(folder)
         _put_in_place(folder, final, own)
     except FileNotFoundError:
-        _refuse_if_over(root, attempt)
+        refuse_if_over(root, attempt)
         raise
     # It is a checkpoint from here on, whatever else fails.
     try:
@@ -192,21 +133,8 @@ def commit_checkpoint(
 
 def discard_step(job_dir: Path | str, step: int, attempt: int, timeline: int) -> None:
     """A checkpoint won't be completed: ``bury`` gives back what it took. Never raises."""
-    own = _own(_checkpoints(Path(job_dir)), attempt)
-    _retire(own / _staged_name(step, timeline), own)
-
-
-def bury(job_dir: Path | str, attempt: int) -> None:
-    """Delete what ``attempt`` and those before it are done with; takes as long as the disk does.
-    Never raises: what is left is deleted the next time."""
-    root = _checkpoints(Path(job_dir))
-    try:
-        graves = entries(root, ".given-up-") + entries(_own(root, attempt), "old-")
-    except OSError as error:
-        logger.warning("%s: nothing is deleted for now: %s", root, error)
-        return
-    for grave in graves:
-        shutil.rmtree(grave, ignore_errors=True)
+    own = own_folder(checkpoints_folder(Path(job_dir)), attempt)
+    retire(own / _staged_name(step, timeline), own)
 
 
 def hold(path: Path | str, holder: str) -> None:
@@ -249,7 +177,7 @@ def list_checkpoints(
     ``left_out`` is told of the folders whose manifest is not good, and why; ``unseen`` of what the
     storage doesn't say anything of, one of them or the folder of all.
     """
-    root = _checkpoints(Path(job_dir))
+    root = checkpoints_folder(Path(job_dir))
     found = []
     try:
         folders = entries(root, "step-")
@@ -329,15 +257,7 @@ def read_rank_file(path: Path | str, rank: int, step: int) -> StoredSnapshot:
 
 def checkpoint_folder(job_dir: str | Path, step: int) -> Path:
     """Where the complete checkpoint of a step lies."""
-    return _checkpoints(Path(job_dir)) / f"step-{step:08d}"
-
-
-def _checkpoints(job_dir: Path) -> Path:
-    return job_dir / "checkpoints"
-
-
-def _own(root: Path, attempt: int) -> Path:
-    return root / f".attempt-{attempt}"
+    return checkpoints_folder(Path(job_dir)) / f"step-{step:08d}"
 
 
 def _staged_name(step: int, timeline: int) -> str:
@@ -346,21 +266,6 @@ def _staged_name(step: int, timeline: int) -> str:
 
 def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
-
-
-def _grave(folder: Path) -> str:
-    """A name in an attempt's folder for what is to be deleted."""
-    return f"old-{folder.name}-{time.time_ns()}"
-
-
-def _newest_attempt(root: Path) -> int:
-    matches = (_ATTEMPT.fullmatch(folder.name) for folder in entries(root, ".attempt-"))
-    return max((int(match[1]) for match in matches if match), default=-1)
-
-
-def _refuse_if_over(root: Path, attempt: int) -> None:
-    if (newest := _newest_attempt(root)) > attempt:
-        raise AttemptOverError(attempt, f"attempt {newest} has taken over")
 
 
 def _complete_folder(
@@ -393,7 +298,7 @@ def _put_in_place(folder: Path, final: Path, own: Path) -> None:
     if final.exists():
         # The same step of an older branch. A crash between the two renames leaves the older
         # checkpoints to restart from.
-        grave = own / _grave(final)
+        grave = own / grave_name(final)
         final.rename(grave)
     try:
         folder.rename(final)
@@ -433,11 +338,11 @@ def _delete_superseded(
     kept.sort(key=lambda entry: entry[0])
     for checkpoint in [*going, *(checkpoint for _, checkpoint in kept[num_to_keep:])]:
         if not _is_held(checkpoint.path):
-            _retire(checkpoint.path, own)
+            retire(checkpoint.path, own)
     for folder in entries(own, "step-"):
         match = _STAGED.fullmatch(folder.name)
         if match and int(match[1]) < newest.step:
-            _retire(folder, own)
+            retire(folder, own)
 
 
 def _is_held(folder: Path) -> bool:
@@ -446,13 +351,3 @@ def _is_held(folder: Path) -> bool:
         return any(time.time() - hold.stat().st_mtime < HOLD_S for hold in holds)
     except OSError:
         return True
-
-
-def _retire(folder: Path, own: Path) -> None:
-    """Take a folder away by one rename, so that no half of it is ever found."""
-    try:
-        folder.rename(own / _grave(folder))
-    except FileNotFoundError:
-        return  # nothing there, or a later attempt has taken over
-    except OSError as error:
-        logger.warning("%s can't be deleted: %s", folder, error)

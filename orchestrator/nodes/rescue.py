@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launch.checkpoints import AttemptOverError
+from launch.attempt_folder import AttemptOverError
 from launch.commands import RestorePoint, SnapshotReport
 from launch.keeper import Inventory
 from launch.keeper_clients import patience_s

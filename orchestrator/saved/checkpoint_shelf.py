@@ -14,19 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.attempt_folder import AttemptOverError, attempt_is_open, open_attempt
 from launch.checkpoint_files import is_absent
 from launch.checkpoint_manifest import Checkpoint
 from launch.checkpoints import (
-    AttemptOverError,
     IncompleteCheckpointError,
-    attempt_is_open,
     checkpoint_folder,
     commit_checkpoint,
     discard_step,
     hold,
     let_go,
     list_checkpoints,
-    open_attempt,
     verify_checkpoint,
 )
 from launch.commands import CopyFailed, RestorePoint, SnapshotReport

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.checkpoints import put_file
+from launch.attempt_folder import put_file
 from monitoring.job_view import JobView
 
 LIGHT_RECORDS = 100_000

@@ -10,7 +10,7 @@ import logging
 import threading
 from pathlib import Path
 
-from launch.checkpoints import bury
+from launch.attempt_folder import bury
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.checkpoints import open_attempt
+from launch.attempt_folder import open_attempt
 from launch.commands import Assignment, Command, DrillReport, RankReport, Rollback, SnapshotReport
 from launch.config import RunConfig
 from launch.keeper_clients import KeeperHandles

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launch.checkpoints import commit_checkpoint, list_checkpoints, open_attempt, write_rank_file
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import commit_checkpoint, list_checkpoints, write_rank_file
 from launch.digests import digest_of
 from launch.random_state import RandomState
 from launch.reshaping import MASTERS, reshaped, state_on_disk

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.checkpoints import commit_checkpoint, open_attempt
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import commit_checkpoint
 from launch.commands import Assignment, RestorePoint
 from launch.config import RunConfig
 from tests.ranks.launch_ranks import run_ranks

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from launch.checkpoints import commit_checkpoint, newest_checkpoint, open_attempt
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import commit_checkpoint, newest_checkpoint
 from launch.commands import (
     Assignment,
     Command,

@@ -14,18 +14,15 @@ import numpy as np
 import pytest
 
 from launch import checkpoint_files, checkpoints
+from launch.attempt_folder import AttemptOverError, bury, open_attempt, put_file
 from launch.checkpoint_files import CHUNK, DamagedFileError, RankFileReader
 from launch.checkpoints import (
-    AttemptOverError,
-    bury,
     commit_checkpoint,
     discard_step,
     hold,
     let_go,
     list_checkpoints,
     newest_checkpoint,
-    open_attempt,
-    put_file,
     read_rank_file,
     verify_checkpoint,
     write_rank_file,

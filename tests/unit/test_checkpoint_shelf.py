@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import checkpoint_files
-from launch.checkpoints import list_checkpoints, open_attempt, write_rank_file
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import list_checkpoints, write_rank_file
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.digests import digest_of
 from launch.snapshots import SnapshotKey

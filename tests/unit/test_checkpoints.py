@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.attempt_folder import bury, open_attempt
 from launch.checkpoints import (
     IncompleteCheckpointError,
-    bury,
     commit_checkpoint,
     list_checkpoints,
     newest_checkpoint,
-    open_attempt,
     read_rank_file,
     verify_checkpoint,
     write_rank_file,

@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 
 from launch import keeper as keepers
-from launch.checkpoints import (
-    commit_checkpoint,
-    list_checkpoints,
-    open_attempt,
-    read_rank_file,
-    write_rank_file,
-)
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import commit_checkpoint, list_checkpoints, read_rank_file, write_rank_file
 from launch.digests import digest_of
 from launch.keeper import Keeper
 from launch.snapshots import MismatchedSnapshotError, MissingSnapshotError, SnapshotKey

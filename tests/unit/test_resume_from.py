@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch.checkpoints import commit_checkpoint, open_attempt, write_rank_file
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import commit_checkpoint, write_rank_file
 from launch.commands import CopyRefused
 from launch.digests import digest_of
 from launch.rank_group import RankEnd

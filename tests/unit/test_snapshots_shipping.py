@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from launch import shipping
+from launch.attempt_folder import open_attempt
 from launch.checkpoint_writer import is_due
-from launch.checkpoints import commit_checkpoint, open_attempt
+from launch.checkpoints import commit_checkpoint
 from launch.commands import CopyFailed, Report, SnapshotReport
 from launch.digests import Payload
 from launch.keeper import Keeper

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launch import checkpoints
+from launch.attempt_folder import own_folder
 from launch.checkpoint_files import DamagedFileError
 from launch.checkpoint_manifest import MANIFEST, ManifestError, manifest_digest, read_manifest
 from launch.checkpoints import list_checkpoints
@@ -139,7 +140,7 @@ def test_nor_does_a_device(place: str) -> None:
 def test_a_file_that_is_no_state_and_is_sealed_anew_is_refused_at_once(
     folder: Path, data: bytes
 ) -> None:
-    attempt = checkpoints._own(folder.parent, 1)
+    attempt = own_folder(folder.parent, 1)
     key = SnapshotKey("first", 1, 0, 1, STEP)
     path = checkpoints.write_rank_file(folder.parent.parent, key, data, digest_of(data))
     for file in attempt.rglob("rank-00001.*"):

@@ -15,12 +15,8 @@ from pathlib import Path
 import ray
 import torch.distributed as dist
 
-from launch.checkpoints import (
-    IncompleteCheckpointError,
-    checkpoint_folder,
-    commit_checkpoint,
-    open_attempt,
-)
+from launch.attempt_folder import open_attempt
+from launch.checkpoints import IncompleteCheckpointError, checkpoint_folder, commit_checkpoint
 from launch.commands import Assignment, CopyFailed, Report, RestorePoint, SnapshotReport
 from launch.config import RunConfig
 from launch.keeper import Keeper
