@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,8 @@ from orchestrator.store.rows import JobRow
 AGAIN_S = 10.0
 """Seconds between two tries, for ``STORAGE_S`` at most, of a storage that fails or a keeper that
 doesn't answer."""
+TOLD_AFTER_S = 30.0
+"""Seconds after which it is told what a job's nodes are held for."""
 _STORAGE_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -79,6 +81,27 @@ class _Try:
         return not again.told and again.newest_on_disk < newest
 
 
+@dataclass(eq=False)
+class _Look:
+    """What is being done for one job."""
+
+    step: int
+    """The newest in memory."""
+    given_s: float
+    """Seconds after which the storage is taken to hang: each part of it ends before, otherwise."""
+    began: float = field(default_factory=time.monotonic)
+    thread: threading.Thread = field(default_factory=threading.Thread)
+    told: bool = False
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def of(cls, held: Mapping[int, Inventory]) -> _Look:
+        copies = [inventory.nbytes for inventory in held.values()]
+        steps = {key.step for nbytes in copies for key in nbytes}
+        writes = patience_s(max((sum(nbytes.values()) for nbytes in copies), default=0))
+        return cls(max(steps, default=0), 2 * STORAGE_S + writes)
+
+
 class Rescue:
     """Of one controller: a thread a job, while it lasts."""
 
@@ -90,41 +113,55 @@ class Rescue:
         self._groups = groups
         self._clock = clock
         self._done = done
-        self._threads: dict[str, threading.Thread] = {}
+        self._looks: dict[str, _Look] = {}
 
     def over(self, row: JobRow) -> bool:
         """Whether nothing of the job is in memory alone that should not be lost; begins to see
         to it where that isn't known yet."""
         if row.state is JobState.SUCCEEDED or not row.attempt:
             return True
-        if (thread := self._threads.get(row.id)) is not None:
-            if thread.is_alive():
-                return False
-            del self._threads[row.id]
-            return True
+        if (look := self._looks.get(row.id)) is not None:
+            return self._is_over(row.id, look)
         held = self._groups.copies(row.id)
         nothing = not any(inventory.nbytes for inventory in held.values())
         if nothing and not self._groups.silent(row.id):
             return True
         # The disk may take its time to say what it has.
-        thread = threading.Thread(
-            target=self._run, args=(row.id, held), name=f"rescue {row.id}", daemon=True
+        look = self._looks[row.id] = _Look.of(held)
+        look.thread = threading.Thread(
+            target=self._run, args=(row.id, held, look), name=f"rescue {row.id}", daemon=True
         )
-        self._threads[row.id] = thread
-        thread.start()
+        look.thread.start()
         return False
 
-    def _run(self, job: str, held: Mapping[int, Inventory]) -> None:
+    def _is_over(self, job: str, look: _Look) -> bool:
+        """Not while it is at work, unless the storage lets no call return."""
+        waited = time.monotonic() - look.began
+        if look.thread.is_alive() and waited <= look.given_s:
+            if waited > TOLD_AFTER_S and not look.told:
+                look.told = True
+                self._store.note(job, _at_work(look, self._clock()))
+            return False
+        del self._looks[job]
+        if look.thread.is_alive():
+            look.given_up.set()
+            why = f"its storage lets no call return for {waited:.0f} s"
+            self._store.note(job, _told(look.step, why, self._clock()))
+        return True
+
+    def _run(self, job: str, held: Mapping[int, Inventory], look: _Look) -> None:
         try:
-            self._keep(job, held)
+            self._keep(job, held, look)
         except Exception as error:
             logger.exception("the newest state of %s in memory could not be looked after", job)
+            if look.given_up.is_set():
+                return
             why = f"What the nodes' memory held of the job could not be looked after: {error!r}."
             with suppress(Exception):  # the store may be what failed
                 self._store.note(job, EventDraft("checkpoint_failed", self._clock(), why, {}))
         self._done()
 
-    def _keep(self, job: str, held: Mapping[int, Inventory]) -> None:
+    def _keep(self, job: str, held: Mapping[int, Inventory], look: _Look) -> None:
         last = self._store.attempts.resume_state(job)
         deadline = time.monotonic() + STORAGE_S
         while self._groups.silent(job) and time.monotonic() < deadline:
@@ -140,6 +177,8 @@ class Rescue:
             if tried.lost_sight(again):
                 break
             tried = again
+        if look.given_up.is_set():
+            return
         for event in tried.told:
             self._store.note(job, event)
         if tried.told:
@@ -276,6 +315,14 @@ def _by_rank(failed: Mapping[int, str]) -> str:
         f"{f' and {len(mine) - 4} more' if len(mine) > 4 else ''}: {why}"
         for why, mine in ranks.items()
     )
+
+
+def _at_work(look: _Look, now: float) -> EventDraft:
+    message = (
+        f"The state of step {look.step} is in the nodes' memory and in no checkpoint yet: they are "
+        f"held while it is written, {look.given_s:.0f} s at most."
+    )
+    return EventDraft("rescue", now, message, {"step": look.step, "given_s": look.given_s})
 
 
 def _told(step: int, why: str, now: float) -> EventDraft:

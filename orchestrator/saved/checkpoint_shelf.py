@@ -85,7 +85,7 @@ class CheckpointShelf:
         self._damaged: dict[Path, str] = {}
         self._news: list[tuple[Path, str]] = []
         self.failed: tuple[int, str] | None = None
-        """The newest step that could not be committed, and why."""
+        """The newest step that could not be written, and why; None once a later one was."""
         self.unseen = ""
         """Why what ``points`` gave last may not be all; empty: it is."""
         self.unopened = ""
@@ -149,6 +149,7 @@ class CheckpointShelf:
             return
         if not writing.lost:
             writing.lost = True
+            self.failed = (report.step, f"no checkpoint of step {report.step}: {report.error}")
             # Once a step, for thousands of ranks may say the same of it.
             self._try_to_open()
         self._said(report, writing)
@@ -228,6 +229,11 @@ class CheckpointShelf:
         return told
 
     @property
+    def works(self) -> bool:
+        """Whether the storage has taken and said, the last time, what it was to."""
+        return not (self.failed or self.unopened or self.unseen or self.awaits_storage)
+
+    @property
     def awaits_storage(self) -> str:
         """Why the newest step that all ranks have written is no checkpoint yet; empty: it is."""
         newest = max(self._uncommitted, default=None)
@@ -251,6 +257,8 @@ class CheckpointShelf:
         self._close(step)
         path = str(checkpoint_folder(self._job_dir, report.step))
         self._newest = RestorePoint(report.step, "disk", report.attempt, report.timeline, path)
+        if self.failed is not None and self.failed[0] <= report.step:
+            self.failed = None
         if self._held is not None:
             let_go(*self._held)
             self._held = None

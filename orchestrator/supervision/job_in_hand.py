@@ -76,6 +76,12 @@ class JobInHand:
         """Whether what was trained, if anything, can be taken up from a checkpoint."""
         return max(self.on_disk(), default=0) >= self.attempt.facts.step + 1
 
+    def is_kept(self) -> bool:
+        """Whether an end now loses nothing that was trained: what memory holds and no checkpoint
+        does is written once the job has ended (``orchestrator.nodes.rescue``), by a storage that
+        does as it should."""
+        return self.shelf.works or self.all_on_disk()
+
     def decided(
         self,
         action: Action,

@@ -1,7 +1,8 @@
 """Whether the nodes of an attempt may be trained on: checked once each, before the ranks start.
 
-Promises: a node is checked when it is new to the job's supervisor and not again, unless ranks then
-didn't meet, which a link between nodes that have passed may be to blame for; it never blocks;
+Promises: a node is checked when it comes to the job, for the first time or again, and when the job
+gets a new supervisor; the others are checked with it where ranks didn't meet, which a link between
+nodes that have passed may be to blame for; it never blocks;
 what was found is an event, and a failing node is named in it, which is what the controller
 quarantines it for.
 """
@@ -61,6 +62,8 @@ class PreflightGate:
     def look(self, resume: ResumeState, now: float) -> Look:
         """Whether the attempt's ranks may start; what was found comes once."""
         here = seats(resume)
+        # One that was away may have been for a reason, and may not be what it was.
+        self._passed &= {node.node_id for node in resume.nodes}
         newcomers = {seat.node_id for seat in here}
         if not self._again:
             newcomers -= self._passed
@@ -72,7 +75,8 @@ class PreflightGate:
             limits = Limits(config.max_clock_skew_s, config.min_bandwidth_mbit_s)
             # Together with nodes that hold the job's copies already.
             joins = bool(self._passed) and not self._again
-            demand = demand_of(self._spec, resume.job_dir, joins=joins)
+            trained = resume.step >= 0
+            demand = demand_of(self._spec, resume.job_dir, joins=joins, trained=trained)
             self._running = self._begin(here, newcomers, demand, limits, now, config.timeout_s)
         verdict = self._running.verdict(now)
         if verdict is None:
@@ -102,14 +106,15 @@ def told(verdict: Verdict, addresses: Mapping[str, str]) -> Notice:
     return Notice("preflight", message, detail)
 
 
-def demand_of(spec: JobSpec, folder: str, *, joins: bool = False) -> Demand:
+def demand_of(spec: JobSpec, folder: str, *, joins: bool = False, trained: bool = False) -> Demand:
     """What a completed job asks of each of its nodes, as far as its spec tells: a factory's model
     has a size that only its ranks know.
 
     Of memory only what is certain: weights, masters, moments and gradients. On CPU the mean of its
     nodes, where stages differ. ``joins``: the node takes the place of one that the job had, and
     holds no copies of its snapshots yet: it needs room for them too, or all ranks would refuse to
-    start, as they do on the job's first nodes, with what to change.
+    start, as they do on the job's first nodes, with what to change. ``trained``: there are steps
+    to lose. A full disk is told, then, and the job goes on from memory, as it does while it trains.
     """
     degrees, on_gpu = spec.parallelism, spec.gpus_per_node is not None
     memory, disk, snapshots = 0, 0, 0
@@ -118,7 +123,7 @@ def demand_of(spec: JobSpec, folder: str, *, joins: bool = False) -> Demand:
         states = [rank.state for rank in foretold.stages]
         of_stage = degrees.tensor * (degrees.data or 1)
         memory = max(states) if on_gpu else sum(states) * of_stage // spec.num_nodes
-        disk = foretold.checkpoint
+        disk = 0 if trained else foretold.checkpoint
         snapshots = foretold.host_least if joins else 0
     return Demand(
         ranks=slots_per_node(spec),

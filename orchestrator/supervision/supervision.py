@@ -246,7 +246,7 @@ class Supervision:
     def may_pause_now(self) -> bool:
         """Whether a job whose ranks don't train would lose nothing by a pause."""
         begins = self.phase is Phase.TRAINING and not self.attempt.trains
-        return (self.phase is Phase.LAUNCHING or begins) and self._job.all_on_disk()
+        return (self.phase is Phase.LAUNCHING or begins) and self._job.is_kept()
 
     def points_after_restart(self) -> set[int]:
         """Steps that another attempt could start from."""

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.commands import Rollback, SetExchange, SetPrecision, Stop
+from launch.commands import CopyFailed, Rollback, SetExchange, SetPrecision, Stop
 from launch.data import MOST_SKIPPED, batch_of
+from launch.snapshots import SnapshotKey
 from orchestrator.actions import Action, Asked
 from orchestrator.lifecycle import JobState
 from orchestrator.recovery.controls import (
@@ -476,18 +477,32 @@ class TestPause:
         assert "no word of the ranks in the 45 s" in answers(job)["k1"][1]
         assert job.controller.kinds() == ["pause", "restart"]
 
-    def test_while_ranks_start_it_waits_for_what_only_memory_has(self, bench: Make) -> None:
+    @pytest.mark.parametrize("kind", ["pause", "preempt"])
+    @pytest.mark.parametrize("importing", [False, True])
+    def test_without_ranks_that_train_it_is_done_at_once_and_left_to_the_keepers(
+        self, bench: Make, kind: Any, importing: bool
+    ) -> None:
         job = bench()
         job.train(12)
+        job.ranks.importing = importing
+        job.ranks.lose(0)
+        job.step()
+        job.supervision.ask([control(kind)])
+        job.step()
+        asked = {"pause": ("paused", "PAUSE_ASKED"), "preempt": ("queued", "PREEMPTED")}
+        assert job.settled().states[-1] == asked[kind]
+        assert SnapshotKey("scripted-000001", 1, 0, 0, 10) in job.ranks.copies()
+
+    def test_what_a_storage_that_fails_would_not_take_is_waited_for(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.supervision.deliver([CopyFailed(1, 0, 1, 10, "disk", "No space left on device")])
+        job.step()
         job.ranks.lose(0)
         job.step()
         job.supervision.ask([control("pause")])
         job.step()
         assert job.supervision.phase is Phase.TRAINING, "the copy in memory would be lost"
-        job.train(2)
-        job.step()
-        job.step()
-        assert job.settled().states[-1] == ("paused", "PAUSE_ASKED")
 
     def test_before_anything_was_trained_it_is_done_at_once(self, bench: Make) -> None:
         job = bench()

@@ -415,6 +415,31 @@ def test_nodes_that_have_passed_are_checked_once_more_when_their_ranks_did_not_m
     assert not asked.demands[1].snapshot_bytes, "they hold the job's copies already"
 
 
+def test_a_node_that_comes_back_to_its_job_is_checked_again(tmp_path: Path) -> None:
+    spec = complete(scripted_job.spec())
+    home, away, stand_in = (NodeSlot(f"node{i}", f"10.0.0.{i}", i, 1) for i in range(3))
+    first = replace(ScriptedController(spec, tmp_path).resume(), nodes=(home, away))
+    asked = Asked()
+    asked.said = Verdict({}, 0.3, 2)
+    gate = PreflightGate(spec, asked.begin)  # type: ignore[arg-type]
+    for attempt, nodes in enumerate(((home, away), (home, stand_in), (home, away)), 1):
+        assert gate.look(replace(first, attempt=attempt, nodes=nodes), float(attempt)).passed
+    assert asked.newcomers == [{"node0", "node1"}, {"node2"}, {"node1"}]
+
+
+def test_a_job_that_has_trained_goes_on_though_its_disk_is_full(tmp_path: Path) -> None:
+    spec = complete(scripted_job.spec())
+    first = ScriptedController(spec, tmp_path).resume()
+    asked = Asked()
+    asked.said = Verdict({}, 0.3, 1)
+    for recorded in (-1, 23):
+        gate = PreflightGate(spec, asked.begin)  # type: ignore[arg-type]
+        assert gate.look(replace(first, step=recorded), 0.0).passed
+    begins, goes_on = asked.demands
+    assert begins.disk_bytes > 0 == goes_on.disk_bytes
+    assert goes_on.memory_bytes == begins.memory_bytes
+
+
 def test_without_preflight_nobody_is_asked(tmp_path: Path) -> None:
     spec = complete(scripted_job.spec(preflight={"enabled": False}))
     asked = Asked()

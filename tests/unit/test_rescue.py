@@ -20,7 +20,9 @@ from launch.snapshots import MismatchedSnapshotError, MissingSnapshotError, Snap
 from launch.state_header import LAYOUT, META_KEY
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
+from orchestrator.nodes import rescue
 from orchestrator.protocol import SupervisorBatch
+from orchestrator.saved import checkpoint_shelf
 from orchestrator.supervision.supervisor import written_since
 from tests.unit.control_plane import ControlPlane
 from tests.unit.test_store import step
@@ -229,6 +231,36 @@ def test_a_storage_that_comes_back_meanwhile_is_waited_for(
     plane.groups.copies = back_at_the_third  # type: ignore[method-assign]
     job.end()
     assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_failed")
+
+
+def test_a_storage_that_lets_no_call_return_holds_no_nodes_for_ever(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "STORAGE_S", 0.2)
+    monkeypatch.setattr(rescue, "TOLD_AFTER_S", 0.05)
+    monkeypatch.setattr(rescue, "patience_s", lambda nbytes: 0.1)
+    back = threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> list[Any]:
+        back.wait()
+        return []
+
+    monkeypatch.setattr(checkpoint_shelf, "list_checkpoints", hangs)
+    job = RestingJob(plane)
+    job.hold(15)
+    plane.store.change(job.id, Cause.BUDGET_SPENT, "3 attempts in a row", plane.now)
+    plane.supervisors.kill(job.id)
+    while job.id in plane.groups.held:
+        plane.steps()
+    assert len(plane.told(job.id, "rescue")) == 1
+    (why,) = plane.told(job.id, "checkpoint_failed")
+    assert "step 15" in why and "its storage lets no call return" in why
+    # Once it does, nobody waits for it any more, and nothing else is told.
+    back.set()
+    for thread in threading.enumerate():
+        if thread.name == f"rescue {job.id}":
+            thread.join(20)
+    assert plane.told(job.id, "checkpoint_failed") == [why]
 
 
 @pytest.mark.parametrize("times", [1, 3])
