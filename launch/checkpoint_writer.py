@@ -2,11 +2,13 @@
 
 A disk may take longer than a keeper by far, and must hold up nothing: neither training, nor the
 copies in memory. Promises: what is written stays leased until it is; no more than one state is
-written and one waits, for who asks first looks at ``busy``; what became of each is told.
+written and one waits, for who asks first looks at ``busy``; what became of each is told; what the
+last one may take follows from what it weighs and from what those before it took.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,16 @@ from launch.background import PoliteQueue
 from launch.checkpoints import write_rank_file
 from launch.digests import Payload
 from launch.snapshots import SnapshotKey
+
+WRITE_TIMEOUT_S = 600.0
+"""Seconds that the last checkpoint may take at least: it is what the job was for."""
+MOST_WRITE_S = 4 * 3600.0
+"""And at most: what takes longer hangs."""
+LEAST_WRITE_RATE = 50e6
+"""Bytes a second that a storage takes from all ranks together, at least: written and read back
+over 1 Gbit/s."""
+SHOWN_TIMES = 3.0
+"""How much longer than any so far the last checkpoint may take: it may wait for one before it."""
 
 Told = Callable[[Path | Exception], None]
 """Called by the writer's thread with the file, or with why there is none."""
@@ -44,10 +56,19 @@ def is_due(
     return "left out" if writing else "write"
 
 
+def last_write_s(nbytes: int, longest_s: float) -> float:
+    """Seconds that the last checkpoint may take, of ``nbytes`` of all ranks; ``longest_s``: what
+    the slowest so far took, 0 where there was none. Pure."""
+    foretold = SHOWN_TIMES * longest_s if longest_s else nbytes / LEAST_WRITE_RATE
+    return min(max(WRITE_TIMEOUT_S, foretold), MOST_WRITE_S)
+
+
 class CheckpointWriter:
     """The thread and what it has to do."""
 
     def __init__(self, job_dir: Path) -> None:
+        self.longest_s = 0.0
+        """What the slowest write so far took."""
         self._job_dir = job_dir
         self._queue = PoliteQueue[_Write]("checkpoint writer", self._write)
 
@@ -73,10 +94,12 @@ class CheckpointWriter:
         self._queue.close()
 
     def _write(self, write: _Write) -> None:
+        began = time.monotonic()
         try:
             found: Path | Exception = write_rank_file(
                 self._job_dir, write.key, write.payload, write.digest
             )
         except Exception as error:  # noqa: BLE001 - a checkpoint less is told, never fatal
             found = error
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
         write.told(found)

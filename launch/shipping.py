@@ -77,6 +77,11 @@ class Shipper:
         queued = any(shipment.to_disk for shipment in self._queue.pending())
         return queued or self._writer.busy
 
+    @property
+    def longest_write_s(self) -> float:
+        """Seconds that the slowest of its checkpoints so far took."""
+        return self._writer.longest_s
+
     def ship(self, slot: Slot, *, to_disk: bool, replicated: bool = False) -> None:
         """Send a snapshot just taken on its way; returns at once.
 

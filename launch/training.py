@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from launch.checkpoint_writer import is_due
+from launch.checkpoint_writer import is_due, last_write_s
 from launch.commands import (
     Assignment,
     BackendReport,
@@ -59,9 +59,6 @@ from parallel.exchange_choice import ExchangeChoice
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-
-WRITE_TIMEOUT_S = 600.0
-"""How long a rank that ends waits for its last checkpoint file."""
 
 logger = logging.getLogger(__name__)
 
@@ -399,8 +396,12 @@ class TrainingLoop:
 
         reason: Literal["finished", "stopped"] = "finished" if self._stop is None else "stopped"
         detail = "" if self._stop is None else self._stop.reason
-        if not self._shipper.wait(WRITE_TIMEOUT_S):
-            detail = f"copies of step {self._step} were still on their way at the end"
+        nbytes = self._ring.layout.nbytes * self._assignment.world_size
+        patience_s = last_write_s(nbytes, self._shipper.longest_write_s)
+        if not self._shipper.wait(patience_s):
+            detail = (
+                f"copies of step {self._step} were still on their way {patience_s:.0f} s after it"
+            )
         if (error := self._shipper.disk_error(self._step)) is not None:
             detail = f"no checkpoint of step {self._step}: {error}"
         self._reporter.close()

@@ -18,9 +18,6 @@ from orchestrator.spec.config import RecoveryConfig
 
 LEAST_STEP_TIMEOUT_S = 60.0
 STEP_TIMEOUT_MEDIANS = 20.0
-END_TIMEOUT_S = 630.0
-"""Seconds that ranks may take to end after the last step: they wait up to
-``launch.training.WRITE_TIMEOUT_S`` for their checkpoint, which is what the job was for."""
 
 
 def assignments(

@@ -13,7 +13,7 @@ from orchestrator.recovery.last_steps import UnderWay
 from orchestrator.recovery.restart_budget import rest_before_s
 from orchestrator.saved.copy_book import CopyBook
 from orchestrator.saved.snapshot_book import SnapshotBook
-from orchestrator.supervision.attempt import END_TIMEOUT_S, step_timeout_s
+from orchestrator.supervision.attempt import step_timeout_s
 from orchestrator.supervision.lost_ranks import hung
 from orchestrator.supervision.record_merger import RecordMerger
 from orchestrator.supervision.stragglers import Stragglers
@@ -107,10 +107,11 @@ class AttemptState:
         """Seconds that the next step may take."""
         return step_timeout_s(self._policy, self.step_times)
 
-    def overdue(self, now: float) -> Incident | None:
-        """The incident of a first or next step that is late."""
+    def overdue(self, now: float, end_s: float) -> Incident | None:
+        """The incident of a first or next step that is late; ``end_s``: what the ranks may take to
+        end once they have done the last one."""
         if self.facts.step + 1 >= self.resume.spec.training.steps:
-            what, since, limit = "end", self._progress, END_TIMEOUT_S
+            what, since, limit = "end", self._progress, end_s
         elif self.trains:
             what, since, limit = "new step", self._progress, self.step_limit_s()
         else:

@@ -1,8 +1,8 @@
 """How long ranks may take to stop, their last checkpoint included. No I/O; time is an argument.
 
 Promises: it follows from what the state weighs and from how long its checkpoints took so far, as
-the job's ranks report; beside two steps it is ``LEAST_STOP_S`` at least and ``END_TIMEOUT_S`` at
-most; ranks of which no word comes are given less, for they may hang.
+the job's ranks report; beside two steps it is ``LEAST_STOP_S`` at least, and ``END_TIMEOUT_S`` at
+most unless checkpoints took longer; ranks of which no word comes are given less, for they may hang.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launch.checkpoint_writer import (
+    LEAST_WRITE_RATE,
+    MOST_WRITE_S,
+    SHOWN_TIMES,
+    WRITE_TIMEOUT_S,
+    last_write_s,
+)
 from launch.commands import SnapshotReport
 from orchestrator.planning.told import size
-from orchestrator.supervision.attempt import END_TIMEOUT_S
 
+END_MARGIN_S = 30.0
+"""Seconds beside the last checkpoint that ranks may take to end: those that give up say why."""
+END_TIMEOUT_S = WRITE_TIMEOUT_S + END_MARGIN_S
 LEAST_STOP_S = 45.0
 """Seconds that a stop is given at least."""
-LEAST_WRITE_RATE = 50e6
-"""Bytes a second that a storage takes from all ranks together, at least: written and read back
-over 1 Gbit/s."""
 LEAST_SEAL_RATE = 200e6
 """Bytes a second at which a rank copies and hashes its own, at least; it sends word then."""
-SHOWN_TIMES = 3.0
-"""How much longer than any so far the last checkpoint may take: it may wait for one before it."""
 SHOWN = 8
 """Checkpoints whose times are kept."""
 MOST_OPEN = 64
@@ -91,12 +95,21 @@ class Saves:
         if not self._nbytes:
             return StopTime(steps_s + LEAST_STOP_S, steps_s + END_TIMEOUT_S)
         nbytes = self._nbytes * world_size
-        shown_s = SHOWN_TIMES * max(self._cut_off_s, *self._took.values(), 0.0)
-        writes_s = LEAST_STOP_S + max(nbytes / LEAST_WRITE_RATE, shown_s)
+        shown_s = min(LEAST_STOP_S + SHOWN_TIMES * self._longest_s, MOST_WRITE_S)
+        writes_s = min(LEAST_STOP_S + nbytes / LEAST_WRITE_RATE, END_TIMEOUT_S)
         seals_s = LEAST_STOP_S + self._nbytes / LEAST_SEAL_RATE
         return StopTime(
-            steps_s + min(seals_s, END_TIMEOUT_S), steps_s + min(writes_s, END_TIMEOUT_S), nbytes
+            steps_s + min(seals_s, END_TIMEOUT_S), steps_s + max(writes_s, shown_s), nbytes
         )
+
+    def end_time(self, world_size: int) -> float:
+        """Seconds that ranks may take to end after the last step, their checkpoint included."""
+        return END_MARGIN_S + last_write_s(self._nbytes * world_size, self._longest_s)
+
+    @property
+    def _longest_s(self) -> float:
+        """What the slowest of the newest saves took."""
+        return max(self._cut_off_s, *self._took.values(), 0.0)
 
 
 def _key(report: SnapshotReport) -> tuple[int, int, int]:

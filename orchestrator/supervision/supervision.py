@@ -204,7 +204,7 @@ class Supervision:
     def _late(self, now: float) -> bool:
         """Whether the first or the next step is overdue; the attempt is then over."""
         job = self._job
-        incident = job.attempt.overdue(now)
+        incident = job.attempt.overdue(now, job.saves.end_time(job.world))
         if incident is not None:
             told = explained(incident, job.group, Path(job.attempt.resume.job_dir))
             self._decisions.decide([told], now)

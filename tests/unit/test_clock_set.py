@@ -31,8 +31,8 @@ from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.nodes import AHEAD_FOR_S
 from orchestrator.supervision import notices
-from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
+from orchestrator.supervision.stop_time import END_TIMEOUT_S
 from tests.unit.control_plane import ControlPlane, running, spares, tell
 from tests.unit.scripted_job import Bench, Make, Script
 from tests.unit.test_preflight_blame import Supervised, go, left_out, of, off

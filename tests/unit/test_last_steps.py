@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from launch.checkpoint_writer import WRITE_TIMEOUT_S
 from launch.checkpoints import list_checkpoints
-from launch.commands import Rollback
+from launch.commands import Rollback, SnapshotReport
 from launch.snapshots import MissingSnapshotError
-from launch.training import WRITE_TIMEOUT_S
 from orchestrator.recovery.controls import Control
 from orchestrator.replay.replay import replay
 from orchestrator.spec.config import RecoveryConfig
@@ -142,6 +142,27 @@ def test_a_checkpoint_that_takes_long_at_the_end_is_no_hung_step(bench: Make) ->
     assert job.settled().kinds() == []
     job.step(step_timeout_s(RecoveryConfig(step_timeout_s=5.0), ()) + 60.0)
     assert job.settled().kinds() == ["restart"], "every wait has an end"
+
+
+def test_a_last_checkpoint_may_take_as_long_as_those_before_it_took(bench: Make) -> None:
+    job = bench(Script(nbytes=500_000_000_000), training=STEPS)
+    job.train(21)
+    for _ in range(30):
+        job.ranks.train()
+        job.step(40.0)
+        if job.ranks.step == 38:
+            break
+    of = (job.ranks.attempt, job.ranks.timeline)
+    job.supervision.deliver(
+        [SnapshotReport(*of, rank, 20, "disk", 500_000_000_000, "d", "p") for rank in range(2)]
+    )
+    job.step()
+    job.train(40 - job.ranks.step)
+    job.step(2 * WRITE_TIMEOUT_S)
+    assert job.settled().kinds() == [] and job.supervision.phase is Phase.TRAINING
+    job.ranks.finish()
+    job.step()
+    assert job.settled().states[-1] == ("succeeded", "STEPS_DONE")
 
 
 def test_a_ring_that_has_gone_on_costs_an_attempt_and_no_budget(bench: Make) -> None:

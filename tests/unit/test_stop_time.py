@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from launch.checkpoint_writer import LEAST_WRITE_RATE, MOST_WRITE_S, WRITE_TIMEOUT_S, last_write_s
 from launch.commands import SnapshotReport
-from launch.training import WRITE_TIMEOUT_S
 from orchestrator.controller.tending import CANCEL_GRACE_S
 from orchestrator.lifecycle import LONGEST_STOP_S
 from orchestrator.recovery.controls import Control
-from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
-from orchestrator.supervision.stop_time import LEAST_STOP_S, LEAST_WRITE_RATE, Saves, StopTime
+from orchestrator.supervision.stop_time import (
+    END_MARGIN_S,
+    END_TIMEOUT_S,
+    LEAST_STOP_S,
+    Saves,
+    StopTime,
+)
 from tests.unit.scripted_job import WORLD, Bench, Make, Script
 
 STEP_S = 0.1
@@ -69,8 +74,22 @@ class TestStopTime:
     def test_it_has_an_end_however_slow_the_disk_is(self) -> None:
         saves = Saves()
         saves.sealed(report(nbytes=10**13), 0.0)
-        saves.written(report(nbytes=10**13), 1e6)
         assert saves.stop_time(512, []) == StopTime(END_TIMEOUT_S, END_TIMEOUT_S, 512 * 10**13)
+        assert saves.end_time(512) == MOST_WRITE_S + END_MARGIN_S
+        saves.written(report(nbytes=10**13), 1e6)
+        assert saves.stop_time(512, []).most_s == MOST_WRITE_S
+        assert saves.end_time(512) == MOST_WRITE_S + END_MARGIN_S
+
+    def test_a_job_whose_checkpoints_take_long_can_stop_and_end(self) -> None:
+        saves = Saves()
+        saves.sealed(report(nbytes=10**12), 0.0)
+        saves.written(report(nbytes=10**12), 1200.0)
+        assert saves.stop_time(2, []).most_s == LEAST_STOP_S + 3 * 1200.0
+        # What its ranks wait themselves is less, so that they say why.
+        assert saves.end_time(2) == last_write_s(2 * 10**12, 1200.0) + END_MARGIN_S
+        assert last_write_s(2 * 10**12, 1200.0) == 3 * 1200.0
+        assert last_write_s(10**11, 0.0) == 10**11 / LEAST_WRITE_RATE > WRITE_TIMEOUT_S
+        assert last_write_s(10, 0.0) == last_write_s(10**12, 5.0) == WRITE_TIMEOUT_S
 
     def test_the_steps_that_run_come_on_top(self) -> None:
         assert Saves().stop_time(2, [1.0, 40.0]).most_s == END_TIMEOUT_S + 80.0

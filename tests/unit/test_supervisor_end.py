@@ -12,9 +12,8 @@ import pytest
 from launch.commands import (
     Stop,
 )
-from orchestrator.supervision.attempt import END_TIMEOUT_S
 from orchestrator.supervision.phases import Phase
-from orchestrator.supervision.stop_time import LEAST_STOP_S
+from orchestrator.supervision.stop_time import END_TIMEOUT_S, LEAST_STOP_S
 from tests.unit.scripted_job import LAYERS, Make, Script, ScriptedRanks
 
 
