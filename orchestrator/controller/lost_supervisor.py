@@ -12,7 +12,7 @@ from monitoring.records import Incident
 from orchestrator.actions import Action, History
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.recovery.policy import decide
-from orchestrator.recovery.restart_budget import is_restart
+from orchestrator.recovery.restart_budget import OUTSIDE, is_restart
 from orchestrator.store.rows import JobRow
 
 
@@ -27,6 +27,10 @@ def supervisor_lost(
     if actions and actions[-1].attempt == row.attempt and is_restart(actions[-1]):
         return None
     step = max(row.step, 0)
+    # What it raises twice without a step between it would raise for ever.
+    evidence = {"raised": 1.0} if words.raised else {}
+    if words.outside:
+        evidence[OUTSIDE] = 1.0
     incident = Incident(
         kind="supervisor_lost",
         detector="controller",
@@ -36,8 +40,7 @@ def supervisor_lost(
         onset_step=step,
         time=now,
         message=_told(row.attempt, words),
-        # What it raises twice without a step between it would raise for ever.
-        evidence={"raised": 1.0} if words.raised else {},
+        evidence=evidence,
     )
     history = blind_history(row.attempt, row.timeline, row.step, now, actions)
     return decide([incident], history, row.spec.recovery)

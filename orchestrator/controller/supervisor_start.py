@@ -47,6 +47,10 @@ class SupervisorStart:
         """Whether it failed a short while ago."""
         return now < self._not_before.get(job, now)
 
+    def rest(self, job: str, until: float) -> None:
+        """Don't start it before: what ended the one before it may pass."""
+        self._not_before[job] = until
+
     def start(self, row: JobRow, reason: str, now: float) -> None:
         """Start the supervisor of the job's next attempt, which begins for ``reason``; of the
         present one where that failed."""

@@ -45,6 +45,9 @@ class LastWords:
     """One line, as ``ValueError: …``; empty when nothing is known."""
     raised: bool = False
     """It raised that itself; False: its process ended."""
+    outside: bool = False
+    """What it raised lies in what surrounds it, and may pass: its host is out of something, or Ray,
+    or a storage, is away."""
     begun: bool = True
     """False: nobody has told it to run."""
 
@@ -196,11 +199,24 @@ class RaySupervisors:
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             logger.exception("the supervisor of %s raised", job)
-            return LastWords(_first_line(cause), raised=True)
+            return LastWords(_first_line(cause), raised=True, outside=lies_outside(cause))
         except Exception as error:  # noqa: BLE001 — what it raised is all that we want
             logger.warning("the supervisor of %s ended: %s", job, _first_line(error))
             return LastWords(_first_line(error))
         return LastWords()
+
+
+def lies_outside(error: BaseException) -> bool:
+    """Whether an error may pass though nothing of the job is changed."""
+    import ray
+
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    if isinstance(error, OSError | MemoryError | ray.exceptions.RayError):
+        return True
+    # As CPython and Ray's GCS client say it.
+    told = f"{type(error).__name__}: {error}"
+    return "can't start new thread" in told or "RpcError" in told
 
 
 def _first_line(error: BaseException) -> str:

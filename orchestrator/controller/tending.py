@@ -21,6 +21,7 @@ from orchestrator.nodes.desk import NodeDesk
 from orchestrator.nodes.rescue import Rescue
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.recovery.controls import STOPS
+from orchestrator.recovery.restart_budget import rest_s
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 from orchestrator.supervision import notices
@@ -115,14 +116,17 @@ class Tending:
         """Store the loss and its answer; the next pass starts the next attempt, if there is one."""
         waits = words.raised and words.told.startswith(NoNodesError.__name__)
         action = None
+        before = self._store.past.actions(row.id)
         if not waits:
-            action = supervisor_lost(row, self._store.past.actions(row.id), now, words)
+            action = supervisor_lost(row, before, now, words)
         if action is None:
             told = "the supervisor was lost after it had decided on the next attempt"
             if waits:
                 told = words.told.removeprefix(f"{NoNodesError.__name__}: ")
             self._store.change(row.id, Cause.SUPERVISOR_LOST, told, now)
             return True
+        if rest := rest_s((*before, action)):
+            self._start.rest(row.id, now + rest)
         incident = action.incidents[0]
         both = (notices.seen(incident), notices.decided(action))
         transition = {

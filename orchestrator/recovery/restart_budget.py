@@ -54,9 +54,12 @@ def rest_s(actions: Sequence[Action]) -> float:
 
 def rest_before_s(actions: Sequence[Action], attempt: int, step: int) -> float:
     """Seconds that ``attempt``, of a job that recorded ``step`` last, waits before its ranks start:
-    none where another one ran since the newest of ``actions``, or a step was done."""
+    none where another one ran since the newest of ``actions``, or a step was done. Where it was the
+    supervisor that ended, the controller has rested before it started this one."""
     newest = actions[-1] if actions else None
     if newest is None or newest.attempt != attempt - 1 or newest.step < step:
+        return 0.0
+    if any(incident.kind == "supervisor_lost" for incident in newest.incidents):
         return 0.0
     return rest_s(actions)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import ray
 
 from orchestrator.controller.supervisor_start import NOT_STARTED, TRIES
+from orchestrator.controller.supervisors import LastWords, lies_outside
 from orchestrator.events import EventDraft
 from orchestrator.protocol import ResumeState
 from orchestrator.recovery.controls import Control
@@ -135,6 +138,39 @@ def test_supervisors_that_die_before_they_tell_anything_end_in_a_pause(plane: Co
             plane.supervisors.done.add(job)
     assert plane.state(job) == "paused"
     assert len(plane.supervisors.started) < 10
+
+
+def test_what_may_pass_is_waited_for_longer_each_time_and_ends_in_a_pause(
+    plane: ControlPlane,
+) -> None:
+    job = running(plane)
+    told = "OSError: [Errno 24] Too many open files"
+    plane.supervisors.words = LastWords(told, raised=True, outside=True)
+    began, started = plane.now, []
+    plane.supervisors.done.add(job)
+    for _ in range(2000):
+        plane.steps(1)
+        if job in plane.supervisors.alive:
+            started.append(plane.now - began)
+            plane.supervisors.done.add(job)
+    assert plane.state(job) == "paused" and told in plane.store.job(job).reason
+    gaps = [later - earlier for earlier, later in pairwise([0.0, *started])]
+    assert len(gaps) == 2 and gaps[0] >= 30 and gaps[1] >= 120
+
+
+@pytest.mark.parametrize(
+    ("error", "outside"),
+    [
+        (OSError(24, "Too many open files"), True),
+        (MemoryError(), True),
+        (RuntimeError("can't start new thread"), True),
+        (ray.exceptions.RaySystemError(RuntimeError("GCS")), True),
+        (ValueError("no such layer"), False),
+        (KeyError("rank"), False),
+    ],
+)
+def test_an_error_of_the_job_itself_does_not_pass(error: Exception, outside: bool) -> None:
+    assert lies_outside(error) is outside
 
 
 def test_what_a_person_asks_for_meanwhile_is_done_at_once(plane: ControlPlane) -> None:
