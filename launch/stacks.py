@@ -60,6 +60,8 @@ class Stack:
     """The process is stopped, by SIGSTOP or a debugger, and does nothing at all."""
     why: str = ""
     """Why not with py-spy."""
+    ready: bool = True
+    """False: its worker has yet to say that it can be given a rank."""
 
     def text(self) -> str:
         """For a file; at most ``MOST_TEXT`` characters."""

@@ -203,7 +203,7 @@ class WorkerGroup:
         found: dict[int, Stack] = {}
         for rank, worker in enumerate(self._ranks):
             if _info(worker) is None:
-                found[rank] = Stack("none", why="it has not said that it is ready")
+                found[rank] = Stack("none", why="it has not said that it is ready", ready=False)
             else:
                 nodes.setdefault(worker.node_id, []).append(rank)
         pids = {rank: self._ranks[rank].info.pid for ranks in nodes.values() for rank in ranks}

@@ -1,7 +1,8 @@
 """Who did not come to the collective that the others wait in: read from the ranks' stacks.
 
 Promises: pure but for ``write``, whose failure is told and never raised; a rank is named when
-its process is stopped, or when it is anywhere else than in communication while others are.
+its worker never became ready or its process is stopped, or when it is anywhere else than in
+communication while others are.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ class Place:
     waits: bool
     """In communication, for others."""
     stopped: bool = False
+    ready: bool = True
+    """Whether its worker could be given a rank."""
 
 
 def place_of(stack: Stack) -> Place:
     """Where the rank's training thread was; ``UNKNOWN`` where there is no stack."""
+    if not stack.ready:
+        return Place("its start", waits=False, ready=False)
     frames = training_thread(stack)
     if stack.stopped:
         where = f" in {frames[0]}" if frames else ""
@@ -80,6 +85,9 @@ def _runs(frame: Frame) -> bool:
 
 def culprits(places: Mapping[int, Place]) -> tuple[int, ...]:
     """Ranks that the others wait for; () where the stacks don't tell."""
+    # None is given its rank before all are ready: the others are idle, and have done nothing.
+    if late := tuple(rank for rank, place in places.items() if not place.ready):
+        return late if len(late) < len(places) else ()
     stopped = tuple(rank for rank, place in places.items() if place.stopped)
     if stopped:
         return stopped
@@ -97,6 +105,9 @@ def with_stacks(incident: Incident, stacks: Mapping[int, Stack], file: Path | No
     told = []
     for words, ranks in list(groups.items())[:MOST_GROUPS]:
         many = len(ranks) > 1
+        if not places[ranks[0]].ready:
+            told.append(f"{ranks_told(ranks)} never became ready to start")
+            continue
         if ranks[0] in blamed:
             verb = "did not come to the collective:"
         elif places[ranks[0]].waits:

@@ -70,6 +70,17 @@ def test_a_rank_without_a_stack_is_not_blamed_for_that() -> None:
     assert culprits(places) == (2,)
 
 
+def test_ranks_that_never_became_ready_are_named_and_not_those_that_did() -> None:
+    idle = stack((Frame("main_loop", "/site/ray/_private/worker.py", 1009),))
+    late = Stack("none", why="it has not said that it is ready", ready=False)
+    told = with_stacks(HUNG, {0: idle, 1: idle, 2: late, 3: late}, None)
+    assert told.ranks == (2, 3)
+    assert "ranks 2, 3 never became ready to start" in told.message
+    assert "ranks 0, 1 are in " in told.message
+    # Where none did it is nobody's fault alone.
+    assert with_stacks(HUNG, {0: late, 1: late}, None).ranks == HUNG.ranks
+
+
 def test_many_places_are_told_in_a_few_words() -> None:
     stacks = {rank: stack((Frame(f"f{rank}", "/x.py", rank), *LOOP)) for rank in range(100)} | {
         100: stack(IN_COLLECTIVE)
