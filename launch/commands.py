@@ -245,6 +245,18 @@ class RestoredOlder:
 
 
 @dataclass(frozen=True, slots=True)
+class RingReport:
+    """Every rank's ring holds ``kept`` snapshots, fewer than ``snapshots.keep``, for want of
+    memory; told by rank 0 of an attempt, before any snapshot."""
+
+    attempt: int
+    timeline: int
+    rank: int
+    step: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
 class BackendReport:
     """What the ranks agreed to run their linears on; told by rank 0 once its engine is built."""
 
@@ -279,6 +291,7 @@ Report = (
     | CopyFailed
     | CopyRefused
     | RestoredOlder
+    | RingReport
     | BackendReport
     | ExchangeReport
 )

@@ -31,6 +31,7 @@ from launch.commands import (
     ExchangeReport,
     RankResult,
     RestorePoint,
+    RingReport,
     Rollback,
     RollbackReport,
     SetExchange,
@@ -177,6 +178,9 @@ class TrainingLoop:
         nbytes = StateLayout(self._tensors, meta_bytes).nbytes
         held = self._stores.held_nbytes
         keep = kept_in_rings(assignment, self._world, nbytes, held, started_from)
+        if assignment.rank == 0 and keep < run.snapshots.keep:
+            place = (assignment.attempt, self._timeline, 0, self._step)
+            self._reporter.send(RingReport(*place, keep))
         self._ring = SnapshotRing(keep, self._tensors, meta_bytes)
         self._shipper = Shipper(
             self._ring,

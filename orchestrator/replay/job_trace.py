@@ -36,6 +36,8 @@ class Begun:
     starts: tuple[int, ...]
     """Step at which its ranks were given out, then those that they went down to where copies
     were damaged; (): they never were given out."""
+    kept: int | None = None
+    """Snapshots that its ranks' rings held; None: ``snapshots.keep``."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ def _trace(
             number = int(detail["attempt"])
             starts = (*begun[number].starts, int(detail["step"]))
             begun[number] = replace(begun[number], starts=starts)
+        elif event["kind"] == "fewer_snapshots":
+            number = int(detail["attempt"])
+            begun[number] = replace(begun[number], kept=int(detail["kept"]))
 
     def within(row: Mapping[str, Any]) -> bool:
         # Of what the newest record led to, nobody knows yet while the job goes on.

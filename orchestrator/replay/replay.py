@@ -139,6 +139,8 @@ class _Replay:
         self._facts = facts
         # All ranks as one: what is stored is that all of them had a snapshot.
         self._book = SnapshotBook(spec.snapshots, begun.attempt, world_size=1)
+        if begun.kept is not None:
+            self._book.made_smaller(begun.kept)
         self._stretches.append(Stretch(begun.attempt, facts.timeline))
         for start in begun.starts:
             if start > facts.step + 1:

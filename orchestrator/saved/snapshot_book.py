@@ -20,7 +20,8 @@ class SnapshotBook:
     """The in-memory snapshots of one attempt's ranks."""
 
     def __init__(self, config: SnapshotConfig, attempt: int, world_size: int) -> None:
-        self._config = config
+        self._keep = config.keep
+        self._certify_after = config.certify_after
         self._attempt = attempt
         self._world_size = world_size
         self._ranks: dict[tuple[int, int], set[int]] = {}
@@ -40,10 +41,15 @@ class SnapshotBook:
             del self._ranks[key]
             self._held[report.step] = Restorable(report.step, report.timeline, False)
             self._news.append(report.step)
-            # Ranks are at the same step, so that no ring has more than one copy beyond this one.
-            for old in sorted(self._held)[: -(self._config.keep - 1)]:
-                del self._held[old]
+            self._drop_oldest()
             self._certify()
+
+    def made_smaller(self, kept: int) -> bool:
+        """The ranks' rings hold ``kept`` snapshots, for want of room for ``keep``; False: that was
+        known."""
+        news, self._keep = kept < self._keep, kept
+        self._drop_oldest()
+        return news
 
     def news(self) -> tuple[int, ...]:
         """Steps whose copies have become complete since this was last asked, in that order."""
@@ -72,8 +78,13 @@ class SnapshotBook:
         """Oldest first."""
         return tuple(self._held[step] for step in sorted(self._held))
 
+    def _drop_oldest(self) -> None:
+        # Ranks are at the same step, so that no ring has more than one copy beyond the newest.
+        for old in sorted(self._held)[: -(self._keep - 1)]:
+            del self._held[old]
+
     def _certify(self) -> None:
         for step, held in self._held.items():
             followed = self._newest + 1 - max(step, self._healthy_since)
-            if not held.certified and followed >= self._config.certify_after:
+            if not held.certified and followed >= self._certify_after:
                 self._held[step] = Restorable(step, held.timeline, True)

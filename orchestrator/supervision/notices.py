@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from launch.commands import CopyFailed, CopyRefused, DrillReport, RestoredOlder, RestorePoint
+from launch.commands import (
+    CopyFailed,
+    CopyRefused,
+    DrillReport,
+    RestoredOlder,
+    RestorePoint,
+    RingReport,
+)
 from monitoring.records import Incident
 from monitoring.wording import counted
 from orchestrator.actions import Action
@@ -178,6 +185,17 @@ def replicated(step: int, attempt: AttemptState) -> Notice:
         f"Every rank's state of step {step} is held by its node's keeper{where}; a keeper's copies "
         f"take {nbytes / 1e6:.3g} MB at most.",
         {"step": step, "replicas": replicas, "keeper_bytes": nbytes},
+    )
+
+
+def fewer_snapshots(report: RingReport, wanted: int) -> Notice:
+    """An attempt's ranks hold fewer snapshots than ``wanted``; a replay reads it."""
+    return Notice(
+        "fewer_snapshots",
+        f"The ranks of attempt {report.attempt} hold {report.kept} snapshots each: their nodes "
+        f"have no memory for snapshots.keep: {wanted}, so that they can go back less far without "
+        "a restart.",
+        {"attempt": report.attempt, "kept": report.kept, "keep": wanted},
     )
 
 

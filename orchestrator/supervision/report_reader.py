@@ -17,6 +17,7 @@ from launch.commands import (
     ExchangeReport,
     RankReport,
     RestoredOlder,
+    RingReport,
     RollbackReport,
     SnapshotReport,
 )
@@ -110,6 +111,10 @@ class ReportReader:
                 case RestoredOlder(point=point) if point != attempt.restore:
                     # Told again, steps later, it would have the detectors forget those.
                     self._starter.restored_older(report, now)
+                case RingReport():
+                    if attempt.book.made_smaller(report.kept):
+                        told = notices.fewer_snapshots(report, job.spec.snapshots.keep)
+                        job.journal.happened(told, now)
                 case BackendReport(choice=choice):
                     job.journal.chosen(choice, now)
                 case ExchangeReport():

@@ -11,7 +11,7 @@ import pytest
 
 from launch.attempt_folder import open_attempt
 from launch.checkpoints import commit_checkpoint
-from launch.commands import Assignment, RestorePoint
+from launch.commands import Assignment, Report, RestorePoint, RingReport
 from launch.config import RunConfig
 from tests.ranks.launch_ranks import run_ranks
 
@@ -80,9 +80,11 @@ def _body(
         lr_scale=1.0,
         fired_drills=(),
     )
-    loop = launch.training.TrainingLoop(assignment, Mailbox(attempt), lambda batch: None)
+    reports: list[Report] = []
+    loop = launch.training.TrainingLoop(assignment, Mailbox(attempt), reports.extend)
     seen["result"] = loop.run()
     seen["slots"] = len(loop._ring._slots)
+    seen["told"] = [report.kept for report in reports if isinstance(report, RingReport)]
     seen["nbytes"] = loop._ring.layout.nbytes
     return seen
 
@@ -120,7 +122,9 @@ def test_a_restart_has_as_much_room_as_the_first_start_and_fewer_snapshots_where
     again = job.run(2, job.checkpoint(1), 1e12)
     assert first["taken"] == pytest.approx(again["taken"], abs=state / 4)
     assert first["slots"] == again["slots"] == 4
+    assert first["told"] == again["told"] == []
     # keep: 3 needs 3 + 1 in the ring, and as many for its keeper with one on its way.
     tight = again["taken"] + 7.5 * state
     fewer = job.run(3, job.checkpoint(2), tight)
     assert fewer["slots"] == 3, "one snapshot less, and the job goes on"
+    assert fewer["told"] == [2], "which its supervisor is told of"

@@ -112,6 +112,7 @@ def test_the_oldest_copy_of_a_full_ring_is_not_offered() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     keep=st.integers(2, 6),
+    too_many=st.integers(0, 4),
     turns=st.lists(
         st.tuples(st.sampled_from(["take", "tell", "take", "tell", "back"]), st.integers(0, 1)),
         min_size=40,
@@ -119,9 +120,10 @@ def test_the_oldest_copy_of_a_full_ring_is_not_offered() -> None:
     ),
 )
 def test_what_is_offered_is_in_the_ring_of_every_rank(
-    keep: int, turns: list[tuple[str, int]]
+    keep: int, too_many: int, turns: list[tuple[str, int]]
 ) -> None:
-    one = SnapshotBook(SnapshotConfig(every=1, keep=keep, certify_after=0), 1, 2)
+    one = SnapshotBook(SnapshotConfig(every=1, keep=keep + too_many, certify_after=0), 1, 2)
+    assert one.made_smaller(keep) is bool(too_many)
     rings = [SnapshotRing(keep, {"x": torch.zeros(1)}) for _ in range(2)]
     at, under_way, timeline = [0, 0], [list[int](), list[int]()], 0
     for turn, rank in turns:
