@@ -10,7 +10,7 @@ doesn't come back in time is a failure of its node.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SPEC_FILE = "spec.yaml"
@@ -35,8 +35,13 @@ class Demand:
     on_gpu: bool
     transformer_engine: bool
     snapshot_bytes: int = 0
-    """Of the node's memory, for its ranks' snapshots and the copies of others'; 0: unknown, or held
-    there already."""
+    """Of the node's memory, for its ranks' snapshots and the copies of others'; 0: unknown."""
+    holders: frozenset[str] = frozenset()
+    """Nodes, by Ray's ids, that hold those already."""
+
+    def of(self, node_id: str) -> Demand:
+        """What this node is asked for."""
+        return replace(self, snapshot_bytes=0) if node_id in self.holders else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class PreflightRun:
             waited = f"no answer for {self._deadline - self._began:.0f} s (preflight.timeout_s)"
             self._failed |= {node: Failure(waited, False) for node in self._probes}
         for node_id, answer in self._answers.items():
-            failure = judge(answer, self._demand, self._limits)
+            failure = judge(answer, self._demand.of(node_id), self._limits)
             if failure is not None:
                 self._failed[node_id] = failure
 

@@ -73,10 +73,9 @@ class PreflightGate:
             self._attempt = resume.attempt
             config = self._config
             limits = Limits(config.max_clock_skew_s, config.min_bandwidth_mbit_s)
-            # Together with nodes that hold the job's copies already.
-            joins = bool(self._passed) and not self._again
+            held_by = frozenset(self._passed)
             trained = resume.step >= 0
-            demand = demand_of(self._spec, resume.job_dir, joins=joins, trained=trained)
+            demand = demand_of(self._spec, resume.job_dir, held_by, trained=trained)
             self._running = self._begin(here, newcomers, demand, limits, now, config.timeout_s)
         verdict = self._running.verdict(now)
         if verdict is None:
@@ -106,15 +105,18 @@ def told(verdict: Verdict, addresses: Mapping[str, str]) -> Notice:
     return Notice("preflight", message, detail)
 
 
-def demand_of(spec: JobSpec, folder: str, *, joins: bool = False, trained: bool = False) -> Demand:
+def demand_of(
+    spec: JobSpec, folder: str, holders: frozenset[str] = frozenset(), *, trained: bool = False
+) -> Demand:
     """What a completed job asks of each of its nodes, as far as its spec tells: a factory's model
     has a size that only its ranks know.
 
     Of memory only what is certain: weights, masters, moments and gradients. On CPU the mean of its
-    nodes, where stages differ. ``joins``: the node takes the place of one that the job had, and
-    holds no copies of its snapshots yet: it needs room for them too, or all ranks would refuse to
-    start, as they do on the job's first nodes, with what to change. ``trained``: there are steps
-    to lose. A full disk is told, then, and the job goes on from memory, as it does while it trains.
+    nodes, where stages differ. ``holders``: nodes that the job had before, which hold copies of its
+    snapshots. Any other one joins them, and needs room for them too, or all ranks would refuse to
+    start; without holders, on the job's first nodes, they do so with what to change. ``trained``:
+    there are steps to lose; a full disk is told, then, and the job goes on from memory, as it does
+    while it trains.
     """
     degrees, on_gpu = spec.parallelism, spec.gpus_per_node is not None
     memory, disk, snapshots = 0, 0, 0
@@ -124,7 +126,7 @@ def demand_of(spec: JobSpec, folder: str, *, joins: bool = False, trained: bool 
         of_stage = degrees.tensor * (degrees.data or 1)
         memory = max(states) if on_gpu else sum(states) * of_stage // spec.num_nodes
         disk = 0 if trained else foretold.checkpoint
-        snapshots = foretold.host_least if joins else 0
+        snapshots = foretold.host_least if holders else 0
     return Demand(
         ranks=slots_per_node(spec),
         memory_bytes=memory,
@@ -133,4 +135,5 @@ def demand_of(spec: JobSpec, folder: str, *, joins: bool = False, trained: bool 
         on_gpu=on_gpu,
         transformer_engine=spec.fp8.backend == "transformer_engine" and spec.precision == "fp8",
         snapshot_bytes=snapshots,
+        holders=holders,
     )

@@ -38,6 +38,7 @@ from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
 from orchestrator.instant import Instant
 from orchestrator.node_slot import NodeSlot
+from orchestrator.planning.memory import job_memory
 from orchestrator.recovery.restart_budget import restarts_within
 from orchestrator.spec.completion import complete
 from orchestrator.supervision.preflight_gate import PreflightGate, demand_of
@@ -283,7 +284,9 @@ def _port() -> int:
     return preflight_probes._free_port("127.0.0.1")
 
 
-def preflight_of(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 30.0) -> Verdict:
+def preflight_of(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 30.0, **demand: Any
+) -> Verdict:
     monkeypatch.setattr(preflight_run, "LINK_TIMEOUT_S", 1.0)
     monkeypatch.setattr(preflight_run, "MEETING_S", 6.0)
     monkeypatch.setattr(preflight_run, "_result", lambda asked: (asked.future().result(), ""))
@@ -291,7 +294,7 @@ def preflight_of(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, timeout_s: float
         nodes.seats,
         nodes.workers(),
         {seat.node_id for seat in nodes.seats},
-        replace(DEMAND, memory_bytes=0, disk_bytes=0),
+        replace(DEMAND, **{"memory_bytes": 0, "disk_bytes": 0, **demand}),
         replace(LIMITS, max_clock_skew_s=1e12),
         now=time.monotonic(),
         timeout_s=timeout_s,
@@ -306,6 +309,14 @@ def test_whole_nodes_meet_each_other_over_gloo(monkeypatch: pytest.MonkeyPatch) 
     verdict = preflight_of(Nodes(4), monkeypatch)
     assert not verdict.failed and verdict.nodes == 4
     assert verdict.slowest_mbit_s is not None and verdict.slowest_mbit_s > 0
+
+
+def test_room_for_snapshots_is_asked_of_a_node_that_joins_and_not_of_one_that_holds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {"snapshot_bytes": 1 << 60, "holders": frozenset({"node0"})}
+    (failed,) = preflight_of(Nodes(2), monkeypatch, **asked).failed.items()
+    assert failed[0] == "node1" and "their snapshots take" in failed[1].reason
 
 
 @pytest.mark.parametrize(
@@ -412,7 +423,28 @@ def test_nodes_that_have_passed_are_checked_once_more_when_their_ranks_did_not_m
     for attempt in (3, 4):
         assert gate.look(replace(first, attempt=attempt), 2.0).passed
     assert asked.newcomers == [{"node0", "node1"}] * 2
-    assert not asked.demands[1].snapshot_bytes, "they hold the job's copies already"
+    again = asked.demands[1]
+    assert not any(again.of(node).snapshot_bytes for node in ("node0", "node1")), (
+        "they hold the job's copies already"
+    )
+
+
+def test_what_joins_a_job_has_room_for_its_snapshots_also_after_ranks_did_not_meet(
+    tmp_path: Path,
+) -> None:
+    spec = complete(scripted_job.spec())
+    nodes = tuple(NodeSlot(f"node{i}", f"10.0.0.{i}", i, 1) for i in range(3))
+    first = replace(ScriptedController(spec, tmp_path).resume(), nodes=nodes[:2])
+    asked = Asked()
+    asked.said = Verdict({}, 0.3, 2)
+    gate = PreflightGate(spec, asked.begin)  # type: ignore[arg-type]
+    assert gate.look(first, 0.0).passed
+    gate.look_again()
+    assert gate.look(replace(first, attempt=2, nodes=(nodes[0], nodes[2])), 1.0).passed
+    assert asked.newcomers[1] == {"node0", "node2"}
+    demand = asked.demands[1]
+    assert demand.of("node2").snapshot_bytes == job_memory(spec).host_least > 0
+    assert demand.of("node0").snapshot_bytes == 0, "it holds the job's copies already"
 
 
 def test_a_node_that_comes_back_to_its_job_is_checked_again(tmp_path: Path) -> None:
@@ -463,7 +495,7 @@ def test_a_models_demand_is_its_state_and_what_its_ranks_write(tmp_path: Path) -
     assert demand.memory_bytes == pytest.approx((2 + 6) * data * count + 12 * count, rel=1e-6)
     assert demand.disk_bytes == pytest.approx(2 * data * count + 12 * count, rel=1e-6)
     assert demand.snapshot_bytes == 0, "the ranks of the first attempt say what to change"
-    joins = demand_of(spec, "/jobs/a", joins=True).snapshot_bytes
+    joins = demand_of(spec, "/jobs/a", frozenset({"node0"})).snapshot_bytes
     # Of each rank ``keep`` + 1 in its ring, and ``keep`` with the keeper, and one on its way.
     assert joins == pytest.approx((2 * spec.snapshots.keep + 2) * demand.disk_bytes, rel=1e-6)
 
