@@ -71,6 +71,7 @@ class AttemptStarter:
         job = self._job
         self._controls.over()
         job.group.kill()
+        job.tell(job.copy_troubles.rest())
         job.journal.flush()
         while True:
             try:

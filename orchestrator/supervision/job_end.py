@@ -129,6 +129,7 @@ class JobEnd:
         FencedError."""
         job = self._job
         job.group.close()
+        job.tell(job.copy_troubles.rest())
         job.journal.happened(Notice("ended", message), job.clock(), (state, cause))
         job.journal.flush()
         job.journal.write_report(state)

@@ -21,6 +21,7 @@ from orchestrator.saved.restore import on_living_branch
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import world_size
 from orchestrator.supervision.attempt_state import AttemptState
+from orchestrator.supervision.copy_troubles import CopyTrouble, CopyTroubles
 from orchestrator.supervision.journal import Journal
 from orchestrator.supervision.phases import Launching, Phase, Standing
 from orchestrator.supervision.starting_points import StartingPoints
@@ -48,6 +49,7 @@ class JobInHand:
         """The detectors."""
         self.starts = StartingPoints(group, self.shelf, resume.spec, self.world)
         self.saves = Saves()
+        self.copy_troubles = CopyTroubles()
         self.way_back = left_open(resume)
         """What no step has followed yet; None: training went on."""
         self.attempt = AttemptState(resume, self.world, clock())
@@ -90,6 +92,11 @@ class JobInHand:
     ) -> None:
         """Store an action, with what it answers and what the detectors know. Raises FencedError."""
         self.journal.decided(action, incidents, transition, self.bank.state_dict())
+
+    def tell(self, troubles: Sequence[CopyTrouble]) -> None:
+        """Events of what became of copies, each of when it was first heard of."""
+        for trouble in troubles:
+            self.journal.happened(notices.copy_trouble(trouble), trouble.since)
 
     def post(self, order: Order) -> int:
         """Send a command to the ranks; its number."""

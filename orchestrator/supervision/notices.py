@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from launch.commands import (
     CopyFailed,
-    CopyRefused,
     DrillReport,
     RestoredOlder,
     RestorePoint,
@@ -19,13 +18,17 @@ from monitoring.records import Incident
 from monitoring.wording import counted
 from orchestrator.actions import Action
 from orchestrator.events import Notice
+from orchestrator.recovery.evidence import spans
 from orchestrator.recovery.fresh_start import gave_up
 from orchestrator.recovery.way_back import WayBack
 from orchestrator.saved.resume_from import FOREIGN_ATTEMPT
 from orchestrator.supervision.attempt_state import AttemptState
+from orchestrator.supervision.copy_troubles import CopyTrouble
 from orchestrator.supervision.stop_time import StopTime
 from parallel.precision.choice import BackendChoice
 
+MOST_ERRORS = 3
+"""That an event tells of many ranks."""
 STOPPING = "stopping"
 """The kind of event that says how long the ranks have to stop."""
 
@@ -164,14 +167,35 @@ def stopping(time: StopTime) -> Notice:
     )
 
 
-def copy_failed(report: CopyFailed) -> Notice:
-    """A rank could not copy its state."""
-    why = report.error.rstrip(". ")
-    return Notice(
-        "copy_failed",
-        f"Rank {report.rank} has no {report.tier} copy of step {report.step}: {why}.",
-        {"rank": report.rank, "step": report.step, "tier": report.tier},
-    )
+def copy_trouble(trouble: CopyTrouble) -> Notice:
+    """Ranks could not copy their states; or copies are damaged or missing, and others are taken."""
+    report, ranks = trouble.first, trouble.ranks
+    who, several = spans(ranks, "Rank", "Ranks"), len(ranks) > 1
+    if isinstance(report, CopyFailed):
+        kind, have = "copy_failed", "have" if several else "has"
+        what = f"{who} {have} no {report.tier} copy of step {report.step}"
+    else:
+        kind, s = "copy_passed_over", "" if several else "s"
+        instead = "another one" if report.point is None else "an older step"
+        where = {
+            "memory": "in the node's own keeper",
+            "partner": "in a partner's keeper",
+            "disk": "on disk",
+        }[report.tier]
+        what = f"{who} leave{s} out the copy of step {report.step} {where}, and take{s} {instead}"
+    detail = {"ranks": list(ranks), "step": report.step, "tier": report.tier}
+    return Notice(kind, f"{what}: {_errors(trouble)}.", detail)
+
+
+def _errors(trouble: CopyTrouble) -> str:
+    """The error; of several each with whose it is, the most frequent ones."""
+    errors = [(error.rstrip(". "), ranks) for error, ranks in trouble.errors()]
+    if len(errors) == 1:
+        return errors[0][0]
+    told = [f"{spans(ranks, 'rank', 'ranks')}: {error}" for error, ranks in errors[:MOST_ERRORS]]
+    if len(errors) > MOST_ERRORS:
+        told.append(counted(len(errors) - MOST_ERRORS, "other error"))
+    return "; ".join(told)
 
 
 def replicated(step: int, attempt: AttemptState) -> Notice:
@@ -203,22 +227,6 @@ def slow_ranks(incident: Incident, nodes: Sequence[str]) -> Notice:
     """Ranks that hold up the others; ``nodes``: those most of whose ranks are slow."""
     detail = {"ranks": list(incident.ranks), "nodes": list(nodes), "step": incident.step}
     return Notice("slow_rank", incident.message, {**detail, **incident.evidence})
-
-
-def copy_passed_over(report: CopyRefused) -> Notice:
-    """A rank's copy is damaged or missing; the next tier, or an older step, is taken."""
-    instead = "another copy of it" if report.point is None else "an older step"
-    where = {
-        "memory": "in its node's keeper",
-        "partner": "in a partner's keeper",
-        "disk": "on disk",
-    }
-    return Notice(
-        "copy_passed_over",
-        f"Rank {report.rank}'s copy of step {report.step} {where[report.tier]} is left out, "
-        f"{instead} is taken: {report.error.rstrip('. ')}.",
-        {"rank": report.rank, "step": report.step, "tier": report.tier},
-    )
 
 
 def restored_older(report: RestoredOlder, wanted: int) -> Notice:

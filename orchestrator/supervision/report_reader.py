@@ -104,10 +104,10 @@ class ReportReader:
                     attempt.facts.fired_drills.add(report.drill)
                 case CopyFailed():
                     job.shelf.lose(report)
-                    job.journal.happened(notices.copy_failed(report), now)
+                    job.copy_troubles.add(report, now)
                 case CopyRefused():
                     job.starts.passed_over(report)
-                    job.journal.happened(notices.copy_passed_over(report), now)
+                    job.copy_troubles.add(report, now)
                 case RestoredOlder(point=point) if point != attempt.restore:
                     # Told again, steps later, it would have the detectors forget those.
                     self._starter.restored_older(report, now)
@@ -119,6 +119,7 @@ class ReportReader:
                     job.journal.chosen(choice, now)
                 case ExchangeReport():
                     self._exchange_chosen(report, now)
+        job.tell(job.copy_troubles.due(now, job.world))
 
     def _record(self, record: StepRecord, now: float) -> None:
         job = self._job

@@ -14,6 +14,7 @@ from orchestrator.cli.close import saved
 from orchestrator.recovery.controls import Control
 from orchestrator.saved import checkpoint_shelf
 from orchestrator.saved.checkpoint_shelf import AGAIN_S, STORAGE_S
+from orchestrator.supervision.copy_troubles import GATHER_S
 from orchestrator.supervision.phases import Phase
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import Bench, Make, Script
@@ -60,7 +61,8 @@ class TestSupervisor:
         job.supervision.deliver([CopyFailed(*place, "disk", "OSError: no")])
         job.train(3)
         assert job.supervision.phase is Phase.TRAINING and job.ranks.running
-        assert job.settled().event("copy_failed").detail["rank"] == 0
+        job.step(GATHER_S)
+        assert job.settled().event("copy_failed").detail["ranks"] == [0]
 
     def test_an_attempt_starts_at_once_from_memory_that_no_checkpoint_outdoes(
         self, bench: Make, storage: Storage, answer: int

@@ -28,6 +28,7 @@ from orchestrator.controller.lost_supervisor import supervisor_lost
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.recovery.policy import decide
 from orchestrator.spec.config import RecoveryConfig
+from orchestrator.supervision.copy_troubles import GATHER_S
 from orchestrator.supervision.lost_ranks import died
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.supervision import BLAME_S, NODE_BLAME_S
@@ -455,10 +456,11 @@ class TestDamagedCopies:
         job = self.restarted(bench)
         self.told(job, 1, None, "memory")
         job.train(1)
+        job.step(GATHER_S)
         message = job.settled().event("copy_passed_over").message
         assert message == (
-            "Rank 1's copy of step 20 in its node's keeper is left out, another copy of it is "
-            "taken: digest is a…, b… was."
+            "Rank 1 leaves out the copy of step 20 in the node's own keeper, and takes another "
+            "one: digest is a…, b… was."
         )
         job.ranks.lose(0)
         job.step()
