@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 
 ASKED = "asked"
 """Ray's concurrency group of what is asked of a keeper."""
+WATCHED = "watched"
+"""The same of calls that last as long as the keeper does."""
 REPLICATED_KEPT = 2
 """The newest step on partners may still be on its way there; the one before it is whole."""
 
@@ -174,10 +176,12 @@ class Keeper:
 def keeper_class() -> Any:
     """``Keeper`` for Ray. Who asks what it holds, or whether it is there, has threads of his own:
     the puts of all ranks of a node and of its partner, seconds each where states are large, take
-    all others, and a keeper that is late to answer counts as one that holds nothing."""
+    all others, and a keeper that is late to answer counts as one that holds nothing. Who wants to
+    know at once when it has ended calls ``stay``."""
     import ray
 
     of_their_own = ray.method(concurrency_group=ASKED)
+    lasting = ray.method(concurrency_group=WATCHED)
 
     class OnRay(Keeper):
         @of_their_own
@@ -188,9 +192,14 @@ def keeper_class() -> Any:
         def inventory(self, job: str) -> Inventory:
             return super().inventory(job)
 
+        @lasting
+        def stay(self) -> None:
+            """Never returns: Ray tells whoever called it, in the queue or not, of our end."""
+            threading.Event().wait()
+
     # Its processes are known by their titles.
     OnRay.__name__, OnRay.__qualname__ = Keeper.__name__, Keeper.__qualname__
-    return ray.remote(concurrency_groups={ASKED: 2})(OnRay)
+    return ray.remote(concurrency_groups={ASKED: 2, WATCHED: 1})(OnRay)
 
 
 def _given_up(older: SnapshotKey, newer: SnapshotKey) -> bool:

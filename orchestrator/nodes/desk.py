@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 UNWILLING_S = 30.0
 """Seconds for which a node that Ray didn't grant is passed over."""
 KEEPERS_EVERY_S = 5.0
-"""Seconds between two looks at the keepers of a job that trains."""
+"""Seconds between two tries to start keepers anew of a job that trains."""
 RECONCILE_EVERY_S = 60.0
 """Seconds between two comparisons of what is held with the records."""
 FILL_EVERY_S = 2.0
@@ -277,15 +277,16 @@ class NodeDesk:
     def keep_up(self, row: JobRow, now: float) -> None:
         """Start keepers anew that died while the job trains: what it snapshots next has a place
         outside its ranks again."""
-        if now - self._kept.get(row.id, now) < KEEPERS_EVERY_S:
-            self._kept.setdefault(row.id, now)
+        # The first is started at once; one that doesn't stay up not in each pass again.
+        rests = now - self._kept.get(row.id, -math.inf) < KEEPERS_EVERY_S
+        if not self._groups.keepers_ended(row.id, row.nodes) or rests:
             return
         self._kept[row.id] = now
         need = need_of(row.spec)
         with self._placing:
             row = self._store.job(row.id)
-            keep = row.spec.snapshots.keep
-            for seat in self._groups.revive(row.id, row.nodes, need.resource, keep):
+            ended, keep = self._groups.keepers_ended(row.id, row.nodes), row.spec.snapshots.keep
+            for seat in self._groups.revive(row.id, ended, need.resource, keep):
                 self._store.note(row.id, keeper_told(seat, now))
 
     def leave(self, row: JobRow) -> None:

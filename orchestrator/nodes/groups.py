@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +38,17 @@ AGAIN_S = 0.2
 """Seconds after which one that couldn't be reached is asked again."""
 STARTING_S = 60.0
 """Seconds that a keeper may take to start on an overworked node."""
+
+
+@dataclass(eq=False)
+class _Watch:
+    """A keeper whose end is told by Ray: no look asks all of them."""
+
+    over: bool = False
+    """Nothing more will be told of it."""
+    died: bool = False
+    call: Any = None
+    """The reference that Ray settles then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +81,13 @@ class NodeGroups(Protocol):
         """Numbers of held seats that can't be used any more; those whose keeper or placement is
         gone from a node that lives are made anew there."""
 
+    def keepers_ended(self, job: str, seats: Sequence[NodeSlot]) -> list[NodeSlot]:
+        """Seats whose keeper is known to have ended; asks and waits for none that is known."""
+
     def revive(
         self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
     ) -> list[NodeSlot]:
-        """Start keepers anew that died on nodes that live; of which seats. Waits for none."""
+        """Start keepers anew that ended, where their nodes live; of which seats."""
 
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
         """End these seats' keepers and give their nodes back; what is gone is no error."""
@@ -108,8 +123,8 @@ class RayNodeGroups:
     def __init__(self) -> None:
         self._started: dict[str, float] = {}
         """When this process started a keeper: one that is young is not lost for being silent."""
-        self._pings: dict[str, tuple[Any, Any]] = {}
-        """Keepers of jobs that train, by name, and what they were asked."""
+        self._watches: dict[str, _Watch] = {}
+        """Of keepers of jobs that train, by name."""
         self._unheard: dict[str, set[int]] = {}
         """Seats by job, of those whose keepers were asked what they hold."""
 
@@ -181,40 +196,31 @@ class RayNodeGroups:
     ) -> list[NodeSlot]:
         import ray
 
-        dead = [seat for seat in seats if self._has_died(keeper_actor(job, seat.bundle))]
-        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]} if dead else set()
+        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]} if seats else set()
         revived = []
-        for seat in dead:
+        for seat in seats:
             group = _placement_group(_seat_name(job, seat.bundle))
             # What else is lost is for the next attempt to replace.
             if group is not None and seat.node_id in alive:
                 with contextlib.suppress(ValueError):  # its name is free at the next look
                     _start_keeper(job, seat, group, resource, keep)
                     self._started[keeper_actor(job, seat.bundle)] = time.monotonic()
+                    self._watches.pop(keeper_actor(job, seat.bundle), None)
                     revived.append(seat)
         return revived
 
-    def _has_died(self, name: str) -> bool:
-        """By the answer to what was asked at the last look; it is asked again."""
-        import ray
+    def keepers_ended(self, job: str, seats: Sequence[NodeSlot]) -> list[NodeSlot]:
+        return [seat for seat in seats if self._has_ended(keeper_actor(job, seat.bundle))]
 
-        keeper, ping = self._pings.pop(name, (None, None))
-        if ping is not None:
-            if not ray.wait([ping], timeout=0)[0]:
-                self._pings[name] = (keeper, ping)
-                return False
-            try:
-                ray.get(ping)
-            except ray.exceptions.ActorDiedError:
-                return True
-            except ray.exceptions.RayError as error:
-                logger.warning("%s: %s", name, error)
-        # Whom Ray has been asked for once is asked without it: there may be thousands.
-        keeper = keeper or _actor(name)
-        if keeper is None:
-            return True
-        self._pings[name] = (keeper, keeper.ping.remote())
-        return False
+    def _has_ended(self, name: str) -> bool:
+        watch = self._watches.get(name)
+        if watch is not None and (watch.died or not watch.over):
+            return watch.died
+        # A new one; or one that was out of reach, which says nothing of its end.
+        keeper = _actor(name)
+        if keeper is not None:
+            self._watches[name] = _watch(keeper)
+        return keeper is None
 
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
         import ray
@@ -224,7 +230,7 @@ class RayNodeGroups:
         _end_ranks([keeper for keeper in keepers.values() if keeper is not None])
         for seat in seats:
             self._started.pop(keeper_actor(job, seat.bundle), None)
-            self._pings.pop(keeper_actor(job, seat.bundle), None)
+            self._watches.pop(keeper_actor(job, seat.bundle), None)
             keeper = keepers[seat.bundle]
             if keeper is not None:
                 with contextlib.suppress(Exception):  # it may be gone already
@@ -332,6 +338,23 @@ class RayNodeGroups:
             if time.monotonic() - self._started.get(name, -math.inf) > STARTING_S:
                 found[bundle] = "silent"
         return found
+
+
+def _watch(keeper: Any) -> _Watch:
+    import ray
+
+    watch = _Watch()
+
+    def ended(future: Future[Any]) -> None:
+        # In a thread of Ray's, which must not ask Ray anything.
+        watch.died = isinstance(future.exception(), ray.exceptions.ActorDiedError)
+        watch.over = True
+
+    # One that an Octavo before this one started doesn't have it: the next attempt sees to it.
+    if hasattr(keeper, "stay"):
+        watch.call = keeper.stay.remote()
+        watch.call.future().add_done_callback(ended)
+    return watch
 
 
 def _end_ranks(keepers: Sequence[Any]) -> None:

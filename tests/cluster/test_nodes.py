@@ -121,7 +121,8 @@ def test_seats_are_pinned_replaced_and_given_back_one_by_one(
         copies.put(key, payload, digest_of(payload))
 
     def revived() -> list[int]:
-        found = groups.revive("seated-1", store.job("seated-1").nodes, "CPU", 4)
+        ended = groups.keepers_ended("seated-1", store.job("seated-1").nodes)
+        found = groups.revive("seated-1", ended, "CPU", 4)
         return [seat.bundle for seat in found]
 
     until(lambda: revived() == [1], "the keeper's successor")

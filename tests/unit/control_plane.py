@@ -97,9 +97,12 @@ class FakeGroups:
     def revive(
         self, job: str, seats: Sequence[NodeSlot], resource: Resource, keep: int
     ) -> list[NodeSlot]:
-        revived = [seat for seat in seats if (job, seat.bundle) in self.without_keeper]
+        revived = [seat for seat in seats if seat.node_id not in self.dead]
         self.without_keeper -= {(job, seat.bundle) for seat in revived}
         return revived
+
+    def keepers_ended(self, job: str, seats: Sequence[NodeSlot]) -> list[NodeSlot]:
+        return [seat for seat in seats if (job, seat.bundle) in self.without_keeper]
 
     def give_back(self, job: str, seats: Sequence[NodeSlot]) -> None:
         for seat in seats:

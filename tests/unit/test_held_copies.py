@@ -137,8 +137,9 @@ def test_a_new_supervisor_asks_the_keepers_of_nodes_that_the_job_has_left_too(
 
 def test_what_a_keeper_is_asked_does_not_queue_behind_the_puts_of_large_states() -> None:
     made = keeper_class().__ray_metadata__
-    assert made.method_meta.concurrency_group_for_methods == {"ping": "asked", "inventory": "asked"}
-    assert made.concurrency_groups == {"asked": 2}
+    groups = {"ping": "asked", "inventory": "asked", "stay": "watched"}
+    assert made.method_meta.concurrency_group_for_methods == groups
+    assert made.concurrency_groups == {"asked": 2, "watched": 1}
     # As it is sent to the node; known there by its title.
     loaded = ray.cloudpickle.loads(ray.cloudpickle.dumps(made.modified_class))
     keeper = loaded(4, "keeper")
