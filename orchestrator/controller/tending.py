@@ -78,6 +78,7 @@ class Tending:
                 # Until it has answered: whichever supervisor has the job gets to know.
                 self._supervisors.control(row.id, seen.asked[row.id])
             self._desk.leave(row)
+            self._desk.trains(row, now)
             self._desk.keep_up(row, now)
             self._growth.let_grow(row, seen)
             spares = self._desk.fill(row, now)

@@ -79,6 +79,8 @@ class NodeDesk:
         self._wished: list[dict[str, float]] | None = None
         self._settled: dict[str, tuple[int, ...]] = {}
         """Up to which record what jobs show of their nodes was taken in."""
+        self._trained: dict[str, int] = {}
+        """The attempt of which it was taken in that it trains."""
         self._short: dict[str, int] = {}
         """How many nodes jobs wait for in place of lost ones."""
         self._left: dict[str, list[NodeSlot]] = {}
@@ -185,7 +187,6 @@ class NodeDesk:
             # Not where it stands now: some seats may have been replaced for what is told here.
             seats = self._store.attempts.seats_of(row)
             failures = laid(checks)
-            need = need_of(row.spec)
             judged = self._store.nodes.accuse(
                 row.id,
                 [
@@ -193,7 +194,7 @@ class NodeDesk:
                     *failed_checks(failures, addresses, row.id),
                 ],
                 self._config,
-                [n for n in nodes if n.total.get(need.resource, 0) >= need.slots],
+                _large_enough(nodes, row),
                 now,
                 checks=checks,
                 cleared=failures.cleared,
@@ -203,6 +204,21 @@ class NodeDesk:
                 if isinstance(found, Dismissed):
                     logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
         self._settled[row.id] = mark
+
+    def trains(self, row: JobRow, now: float) -> None:
+        """Take in, once an attempt, that the job trains: nodes that failed before, and were let
+        off because they were most of those it had, may be few beside those that have passed."""
+        if row.state is not JobState.RUNNING or self._trained.get(row.id) == row.attempt:
+            return
+        window_s = self._config.window_s
+        checks = self._store.nodes.checks(row.id, row.attempt, window_s, trains=True)
+        if checks:
+            nodes = _large_enough(self._groups.capacities(), row)
+            cleared = laid(checks).cleared
+            self._store.nodes.reconsider(
+                row.id, row.attempt, self._config, nodes, now, checks=checks, cleared=cleared
+            )
+        self._trained[row.id] = row.attempt
 
     def mend(self, row: JobRow, now: float) -> str:
         """See to it that every rank of the job has a node; empty, or what it waits for.
@@ -362,6 +378,7 @@ class NodeDesk:
         self._short.pop(row.id, None)
         self._left.pop(row.id, None)
         self._settled.pop(row.id, None)
+        self._trained.pop(row.id, None)
 
     def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:
         """Tell the autoscaler what jobs wait for; it is told only when that changes."""
@@ -427,6 +444,12 @@ class NodeDesk:
                 f"there (recovery.no_other_node: continue). {why}."
             )
             self._store.note(row.id, EventDraft("node_kept", now, told, {"node_id": seat.node_id}))
+
+
+def _large_enough(nodes: Sequence[NodeCapacity], row: JobRow) -> list[NodeCapacity]:
+    """Those that a seat of the job would fit on, were nothing else there."""
+    need = need_of(row.spec)
+    return [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
 
 
 def _told_nodes(seats: Sequence[NodeSlot]) -> str:

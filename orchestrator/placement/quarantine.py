@@ -232,6 +232,37 @@ class Docket:
                 self._free -= self._concerned(entry).keys()
         return found
 
+    def at_fault_after_all(self) -> list[Quarantine]:
+        """Of the job's nodes that failed a check and were left to other jobs: those that, by what
+        has passed it since, are not most of its nodes any more. As if that had been known at once;
+        in the order in which they failed."""
+        found = []
+        for case in self._past:
+            machines = self._against.of(case.node_id, case.address)
+            if not self._let_off(case, machines) or self._in_common(case) is not None:
+                continue
+            told = case.message.rstrip(". ")
+            why = f"{told}; it was left to other jobs at first, and as many nodes have passed since"
+            entry = _left_out(case, "preflight", why, machines, self._config)
+            if entry.active(self._now) and self._free - self._concerned(entry).keys():
+                found.append(entry)
+                self._against.add(entry)
+                self._free -= self._concerned(entry).keys()
+        return found
+
+    def _let_off(self, case: Accusation, machines: Sequence[Quarantine]) -> bool:
+        """Whether the controller, and no person, left the node to other jobs, and it has not passed
+        what it failed since."""
+        if case.job != self._job or case.kind != "preflight":
+            return False
+        later = [one for one in self._checks if one.attempt > case.attempt]
+        if any(case.node_id in one.passed(check_of(case.message)) for one in later):
+            return False
+        came = [q for q in machines if q.job == case.job and q.since == case.time]
+        if any(q.kind == "preflight" and not q.taken_back for q in came):
+            return False
+        return any(q.taken_back if q.kind == "preflight" else not q.released_at for q in came)
+
     def _take_back(self, entry: Quarantine) -> None:
         self._against.drop(entry)
         for node_id, address in self._concerned(entry).items():

@@ -57,13 +57,16 @@ class NodeRecords:
         with self._reading() as db:
             return _quarantines(db, _in_force(now))
 
-    def checks(self, job: str, attempt: int, window_s: float) -> list[Checked]:
+    def checks(
+        self, job: str, attempt: int, window_s: float, *, trains: bool = False
+    ) -> list[Checked]:
         """What preflight came to in the job's attempts up to this one, oldest first, as far as it
         was told within ``window_s`` before it failed in this one; empty where it did not. An
-        attempt that trained has passed."""
+        attempt that trained has passed. ``trains``: this one does; empty where none failed."""
         mine = (events.c.job == job, events.c.attempt <= attempt)
+        ended = "state" if trains else "preflight_failed"
         failing = sa.select(sa.func.max(events.c.time)).where(
-            *mine, events.c.attempt == attempt, events.c.kind == "preflight_failed"
+            *mine, events.c.attempt == attempt, events.c.kind == ended
         )
         found: dict[int, tuple[float, dict[str, Failure], dict[str, list[str]]]] = {}
         with self._reading() as db:
@@ -87,6 +90,8 @@ class NodeRecords:
                 }
                 ends |= detail.get("far_ends", {})
                 found[row["attempt"]] = (row["time"], failed, ends)
+            if not any(failed for _, failed, _ in found.values()):
+                return []
             where = sa.select(attempts.c.attempt, attempts.c.nodes).where(
                 attempts.c.job == job, attempts.c.attempt.in_(found)
             )
@@ -125,8 +130,7 @@ class NodeRecords:
             rows = [{**asdict(case), "rehearsed": int(case.rehearsed)} for case in new]
             db.execute(sa.insert(accusations), rows)
             since = min(case.time for case in new) - config.window_s
-            recent = sa.select(accusations).where(accusations.c.time > since)
-            past = [_accusation(row) for row in db.execute(recent).mappings()]
+            past = _accused_since(db, since)
             entries = _that_matter(db, job, new, since)
             docket = Docket(
                 job, past, entries, nodes, config, now=now, checks=checks, cleared=cleared
@@ -145,6 +149,29 @@ class NodeRecords:
             for event in tell(judged):
                 add_event(db, job, new[0].attempt, event)
             return judged
+
+    def reconsider(
+        self,
+        job: str,
+        attempt: int,
+        config: QuarantineConfig,
+        nodes: Sequence[NodeCapacity],
+        now: float,
+        *,
+        checks: Sequence[Checked],
+        cleared: Collection[tuple[int, str]],
+    ) -> None:
+        """Leave out nodes that failed before ``attempt`` of ``job`` and were let off, where what
+        has passed since says that it was they; the others are ``accuse``'s."""
+        with self._writing() as db:
+            past = _accused_since(db, now - config.window_s)
+            mine = [case for case in past if case.job == job]
+            entries = _that_matter(db, job, mine, now - config.window_s) if mine else []
+            docket = Docket(
+                job, past, entries, nodes, config, now=now, checks=checks, cleared=cleared
+            )
+            for entry in docket.at_fault_after_all():
+                _add(db, entry, attempt)
 
     def quarantine(self, entry: Quarantine, jobs: Sequence[tuple[str, int]]) -> None:
         """Store one that a person asked for; ``jobs``: (job, attempt) that are told of it."""
@@ -261,6 +288,11 @@ def _new(db: Connection, job: str, cases: Sequence[Accusation]) -> list[Accusati
     stored = {tuple(row) for row in db.execute(query)} if cases else set()
     shown = {(case.attempt, case.node_id, case.kind): case for case in reversed(cases)}
     return [case for what, case in reversed(shown.items()) if what not in stored]
+
+
+def _accused_since(db: Connection, since: float) -> list[Accusation]:
+    recent = sa.select(accusations).where(accusations.c.time > since)
+    return [_accusation(row) for row in db.execute(recent).mappings()]
 
 
 def _that_matter(

@@ -15,10 +15,10 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.checks import Checked, check_of
-from orchestrator.placement.quarantine import Quarantine, Shared, barring
+from orchestrator.placement.quarantine import Docket, Quarantine, Shared, barring
 from tests.unit.control_plane import ControlPlane, tell, where
 from tests.unit.test_preflight_blame import Supervised, go, left_out, of
-from tests.unit.test_quarantine import CONFIG, checked, judged, quarantine
+from tests.unit.test_quarantine import CONFIG, checked, cluster, judged, quarantine
 
 HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
 SLOW = "1 of its 1 links failed: 3 Mbit/s, and preflight.min_bandwidth_mbit_s is 1000"
@@ -201,6 +201,94 @@ def test_two_bad_nodes_that_a_small_job_meets_one_after_the_other_stay_left_out(
         fails(plane, job, "node3", reason)
         assert left_out(plane) == {"node1": "preflight", "node3": "preflight"}
         assert plane.told(job, "nodes_alike") == plane.told(job, "node_released") == []
+
+
+def trains(plane: ControlPlane, job: str) -> None:
+    tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    plane.steps(2)
+
+
+def two_in_a_row(folder: Path, reason: str, nodes: int = 8) -> tuple[ControlPlane, str]:
+    """A job of two nodes whose second one fails preflight, twice, and then trains."""
+    folder.mkdir(exist_ok=True)
+    plane = ControlPlane(folder, *[4] * nodes)
+    job = plane.submit(num_nodes=2)
+    plane.steps(2)
+    for bad in ("node1", "node2"):
+        fails(plane, job, bad, reason)
+    assert left_out(plane) == {"node2": "unfit"}, "one of two passed: it may be what they share"
+    assert where(plane, job) == ["node0", "node3"]
+    return plane, job
+
+
+class TestTwoBadNodesInDirectSuccession:
+    def test_both_are_left_out_once_the_job_trains_without_them(self, tmp_path: Path) -> None:
+        for reason in (SLOW, CLOCK, HUNG.reason):
+            plane, job = two_in_a_row(tmp_path / str(len(reason)), reason)
+            trains(plane, job)
+            assert left_out(plane) == {"node1": "preflight", "node2": "preflight"}
+            told = plane.told(job, "node_quarantined")
+            assert told[-1].startswith("Node 10.0.0.3 (node2) is quarantined for 15 min: ")
+            assert told[-1].endswith("to other jobs at first, and as many nodes have passed since.")
+            assert len(told) == 4, "each was told when it failed, and again now"
+            # Once: neither the next pass nor a controller that restarts tells it again.
+            plane.controller = plane.new_controller()
+            plane.steps(2)
+            assert plane.told(job, "node_quarantined") == told
+
+    def test_what_most_of_its_nodes_fail_stays_what_they_have_in_common(
+        self, tmp_path: Path
+    ) -> None:
+        plane, job = two_in_a_row(tmp_path, CLOCK)
+        fails(plane, job, "node3", CLOCK)
+        trains(plane, job)
+        assert set(left_out(plane).values()) == {"unfit"}
+
+    def test_what_most_of_the_cluster_fails_stays_so_as_well(self, tmp_path: Path) -> None:
+        plane, job = two_in_a_row(tmp_path, CLOCK, nodes=6)
+        other = plane.submit("other", by="bob", num_nodes=2)
+        plane.steps(2)
+        failed = {n: {"reason": CLOCK, "for_this_job": False} for n in where(plane, other)}
+        event = EventDraft("preflight_failed", plane.now, "Failed.", {"failed": failed})
+        tell(plane, other, events=(event,), transition=(JobState.RECOVERING, Cause.RANK_LOST))
+        plane.controller.desk.settle(plane.store.job(other), plane.now)
+        trains(plane, job)
+        assert "preflight" not in left_out(plane).values()
+
+    def test_who_a_person_let_back_is_not_taken_again(self, tmp_path: Path) -> None:
+        plane, job = two_in_a_row(tmp_path, CLOCK)
+        plane.controller.roll.release("node2", "ada", plane.now + 0.1)
+        trains(plane, job)
+        assert left_out(plane) == {"node1": "preflight"}
+
+    def test_one_that_has_passed_since_is_not_taken_again(self) -> None:
+        freed = quarantine("preflight", released_at=0.0)
+        for trained_on, found in ((3, ["n1"]), (1, [])):
+            docket = Docket(
+                "job",
+                [checked(1)],
+                [freed],
+                cluster(8),
+                CONFIG,
+                now=60.0,
+                checks=[checking(0, 1, n1=HUNG), checking(0, trained_on, attempt=2)],
+            )
+            assert [entry.node_id for entry in docket.at_fault_after_all()] == found
+
+    def test_links_whose_other_end_is_at_fault_stay_forgiven(self) -> None:
+        first, second = checked(1, SLOW), checked(2, SLOW, attempt=2, time=30.0)
+        freed = quarantine("preflight", released_at=0.0)
+        docket = Docket(
+            "job",
+            [first, second],
+            [freed],
+            cluster(8),
+            CONFIG,
+            now=60.0,
+            checks=[checking(0, 3, attempt=3)],
+            cleared={(1, "n1")},
+        )
+        assert docket.at_fault_after_all() == []
 
 
 def unfit(node: int, told: str, **changes: Any) -> Accusation:
