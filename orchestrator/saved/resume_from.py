@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.checkpoint_files import DamagedFileError, RankFileReader, entries
+from launch.checkpoint_files import DamagedFileError, RankFileReader, entries, is_absent
 from launch.checkpoint_manifest import Checkpoint, ManifestError, read_manifest
 from launch.checkpoints import verify_checkpoint
 from launch.commands import RestorePoint
@@ -50,7 +50,7 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
     if path is None:
         return
     unread: list[str] = []
-    whole = (c for c in checkpoints_in(path) if not _problems(c))
+    whole = (c for c in checkpoints_in(path) if _is_whole(c))
     best = next((c for c in whole if _is_read(c, unread)), None)
     if best is None:
         message, remedy = (unread[0], _NAME_ANOTHER) if unread else _what_is_there(path)
@@ -63,54 +63,69 @@ def check_resume_from(spec: JobSpec, file: str) -> None:
         raise SpecError([Problem(file, dotted(f.path), "", f.message, f.remedy) for f in found])
 
 
+LeftOut = Callable[[Path, str], None]
+"""Is told of a folder that should be a checkpoint and isn't, and why."""
+Unseen = Callable[[Path, OSError], None]
+"""Is told of one of which the storage doesn't say what it is."""
+
+
 def _nobody(folder: Path, why: str) -> None:
     """Whoever asks needs the good ones alone."""
 
 
-def checkpoints_in(path: Path, left_out: Callable[[Path, str], None] = _nobody) -> list[Checkpoint]:
+def checkpoints_in(
+    path: Path, left_out: LeftOut = _nobody, unseen: Unseen | None = None
+) -> list[Checkpoint]:
     """Of a job's folder, its ``checkpoints`` or one of those; newest first, contents unchecked.
-    ``left_out`` is told of folders that should be checkpoints and aren't, and why."""
+    Without ``unseen`` all that is none is ``left_out``."""
+    unseen = unseen or left_out_too(left_out)
     folders, unlisted = [path], []
     for folder in (path, path / "checkpoints"):
         try:
             folders += reversed(entries(folder, "step-"))
         except OSError as error:
-            unlisted.append((folder, f"it can't be looked into: {error.strerror}"))
+            unlisted.append((folder, error))
     found: list[Checkpoint] = []
     for folder in folders:
         try:
             found.append(read_manifest(folder))
         except (OSError, ManifestError) as error:
-            if folder.name.startswith("step-"):
+            named = folder.name.startswith("step-")
+            if isinstance(error, OSError) and not is_absent(error) and (named or folder == path):
+                unseen(folder, error)
+            elif named:
                 left_out(folder, str(error))
     # A checkpoint itself need not be listed, nor have others below it.
     for folder, why in unlisted if path not in (c.path for c in found) else ():
-        left_out(folder, why)
+        unseen(folder, why)
     return found
 
 
+def left_out_too(left_out: LeftOut) -> Unseen:
+    """For whom what can't be looked at is as good as not there."""
+    return lambda folder, error: left_out(folder, f"it can't be looked at: {error.strerror}")
+
+
 def foreign_points(
-    spec: JobSpec, left_out: Callable[[Path, str], None] = _nobody
+    spec: JobSpec, left_out: LeftOut = _nobody, unseen: Unseen | None = None
 ) -> list[RestorePoint]:
-    """Where the job may begin by its spec, best first; ``left_out`` as in ``checkpoints_in``."""
+    """Where the job may begin by its spec, best first; the others as of ``checkpoints_in``."""
     path = spec.checkpoint.resume_from
+    unseen = unseen or left_out_too(left_out)
     found = []
-    for c in [] if path is None else checkpoints_in(path, left_out):
-        if problems := _problems(c):
+    for c in [] if path is None else checkpoints_in(path, left_out, unseen):
+        try:
+            problems = verify_checkpoint(c, contents=False)
+        except OSError as error:
+            unseen(c.path, error)
+            continue
+        if problems:
             left_out(c.path, "; ".join(problems))
         elif set(c.files) != set(range(len(c.files))):
             left_out(c.path, "its manifest lacks ranks")
         else:
             found.append(RestorePoint(c.step, "disk", FOREIGN_ATTEMPT, 0, str(c.path)))
     return found
-
-
-def _problems(checkpoint: Checkpoint) -> list[str]:
-    """What can be seen to be wrong with its files, or that they can't be looked at."""
-    try:
-        return verify_checkpoint(checkpoint, contents=False)
-    except OSError as error:
-        return [f"its files can't be looked at: {error.strerror}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +159,14 @@ def control_state(folder: Path | str) -> ControlState:
         metas[0]["lr_scale"],
         metas[0]["engine"]["exchange_dtype"],
     )
+
+
+def _is_whole(checkpoint: Checkpoint) -> bool:
+    """Whether its files can be seen to be there, of their sizes."""
+    try:
+        return not verify_checkpoint(checkpoint, contents=False)
+    except OSError:
+        return False
 
 
 def _is_read(checkpoint: Checkpoint, why_not: list[str]) -> bool:

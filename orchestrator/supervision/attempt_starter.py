@@ -135,10 +135,10 @@ class AttemptStarter:
             return None
         asked = job.clock()
         points = job.starts.choose(attempt)
-        for folder, why in job.starts.left_out():
-            job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
         if self._awaited.holds_up(points, asked, now):
             return None
+        for folder, why in job.starts.left_out():
+            job.journal.happened(notices.checkpoint_left_out(folder.name, why), now)
         lost = job.starts.lost(points, job.journal.newest_checkpoint())
         if attempt.resume.step >= 0 and newest_own(points) is None:
             lost = job.shelf.unseen or lost

@@ -44,10 +44,16 @@ class AwaitedState:
 
     def holds_up(self, points: Sequence[RestorePoint], asked: float, now: float) -> bool:
         """Whether an attempt that could start from ``points`` is to wait yet. ``asked``: when
-        these were looked for; a job that has trained nothing waits for nobody."""
-        if self._job.attempt.resume.step < 0:
-            return False
-        return self._for_keepers(points, asked) or self._for_storage(points, now)
+        these were looked for; a job that has trained nothing waits for nobody but the storage that
+        it is to begin from."""
+        job = self._job
+        trained = job.attempt.resume.step >= 0
+        if trained and self._for_keepers(points, asked):
+            return True
+        why, most_s = self._own_unseen(points) if trained else ("", 0.0)
+        if not why and newest_own(points) is None and not job.journal.newest_checkpoint():
+            why, most_s = job.starts.unseen(points), STORAGE_S
+        return self._for_storage(why, most_s, now)
 
     def _for_keepers(self, points: Sequence[RestorePoint], asked: float) -> bool:
         """Where they hold all there is, for as long as an attempt may take to its first step; else
@@ -70,21 +76,26 @@ class AwaitedState:
         self._keepers = wait
         return True
 
-    def _for_storage(self, points: Sequence[RestorePoint], now: float) -> bool:
-        """Where its newest checkpoint is later than all that is at hand."""
+    def _own_unseen(self, points: Sequence[RestorePoint]) -> tuple[str, float]:
+        """Why the job's own storage may hold a later checkpoint than all that is at hand, empty
+        where it does not, and the seconds that this is worth."""
         job = self._job
         best, written = newest_own(points), job.journal.newest_checkpoint()
-        if not job.shelf.unseen or (best is not None and best >= max(0, written)):
+        if best is None:
+            return job.shelf.unseen, STORAGE_S
+        why = job.shelf.unseen if best < max(0, written) else ""
+        return why, min(STORAGE_S, self._train_again_s(best, written - 1))
+
+    def _for_storage(self, why: str, most_s: float, now: float) -> bool:
+        """``why`` it doesn't say what it holds; empty: it does, or nobody needs to know."""
+        if not why:
             self._storage = None
             return False
-        most_s = STORAGE_S
-        if best is not None:
-            most_s = min(most_s, self._train_again_s(best, written - 1))
         wait = self._of_this_attempt(self._storage, now)
         if wait is not self._storage:
-            self._tell(notices.storage_awaited(job.shelf.unseen, most_s))
+            self._tell(notices.storage_awaited(why, most_s))
         # What the storage takes is no time of the ranks.
-        job.attempt.held_up(now - wait.looked)
+        self._job.attempt.held_up(now - wait.looked)
         self._storage = _Wait(wait.attempt, wait.since, now)
         return now - wait.since < most_s
 

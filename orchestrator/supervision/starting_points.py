@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from launch.checkpoint_files import is_absent
 from launch.commands import CopyRefused, RestorePoint
 from launch.rank_group import RankEnd, RankGroup
 from launch.snapshots import SnapshotError, UnreadSnapshotError
@@ -48,6 +49,8 @@ class StartingPoints:
         self._unusable: dict[str, str] = {}
         """Why not, of checkpoints by their folder."""
         self._news: list[tuple[Path, str]] = []
+        self._unseen: dict[Path, str] = {}
+        """Of other jobs' folders, what the storage said instead when they were last looked at."""
 
     def resize(self, world_size: int, attempt: int) -> None:
         """From ``attempt`` on the ranks are more or fewer: copies in memory of those before fit
@@ -75,6 +78,17 @@ class StartingPoints:
             # What came before was recorded, elsewhere.
             attempt.facts.step = max(attempt.facts.step, found[0].step - 1)
         return found
+
+    def unseen(self, found: Sequence[RestorePoint]) -> str:
+        """Why another job's folder may hold a later state than any of ``found``; empty where it
+        says what it holds."""
+        best = max((point.step for point in found), default=-1)
+        later = (
+            f"{folder} can't be looked at: {why}"
+            for folder, why in self._unseen.items()
+            if best < 0 or _step_of(folder) > best
+        )
+        return next(later, "")
 
     def unheard(self, found: Sequence[RestorePoint], recorded: int) -> Sequence[str]:
         """Keepers that may hold what ``found`` lacks of a job that did step ``recorded`` last: any
@@ -122,7 +136,10 @@ class StartingPoints:
             self._unusable[report.point.path] = f"rank {report.rank}: {report.error}"
 
     def left_out(self) -> list[tuple[Path, str]]:
-        """Checkpoints that are none, found since this was last asked, and why."""
+        """Checkpoints that are none, found since this was last asked, and why; those that can't
+        be looked at are none for whoever waits for them no longer."""
+        for folder, why in self._unseen.items():
+            self._leave_out(folder, f"it can't be looked at: {why}")
         news, self._news = self._news, []
         return [*self._shelf.left_out(), *news]
 
@@ -145,14 +162,21 @@ class StartingPoints:
 
     def _from_other_jobs(self) -> tuple[RestorePoint, ...]:
         """By the spec, those of them that can say what they were trained with."""
-        for point in foreign_points(self._spec, self._leave_out):
+        self._unseen = {}
+        for point in foreign_points(self._spec, self._leave_out, self._cannot_see):
             if point in self._refused or point in self._foreign:
                 continue
             try:
                 self._foreign[point] = control_state(point.path)
             except UNREADABLE as error:
-                self._leave_out(Path(point.path), str(error))
+                if isinstance(error, OSError) and not is_absent(error):
+                    self._cannot_see(Path(point.path), error)
+                else:
+                    self._leave_out(Path(point.path), str(error))
         return tuple(point for point in self._foreign if point not in self._refused)
+
+    def _cannot_see(self, folder: Path, error: OSError) -> None:
+        self._unseen[folder] = error.strerror or str(error)
 
     def _leave_out(self, folder: Path, why: str) -> None:
         """Another job's, or a folder that should be one; told once."""
@@ -170,6 +194,12 @@ class StartingPoints:
 def newest_own(points: Iterable[RestorePoint]) -> int | None:
     """The newest step of those that this job has made."""
     return max((p.step for p in points if p.attempt != FOREIGN_ATTEMPT), default=None)
+
+
+def _step_of(folder: Path) -> int:
+    """Of a checkpoint by its folder's name; -1 for any other folder."""
+    told = folder.name.removeprefix("step-")
+    return int(told) if told.isdecimal() and told != folder.name else -1
 
 
 def _tier(found_in: str) -> str:
