@@ -87,7 +87,7 @@ class Growth:
         reason = (
             f"{len(working(plan.nodes))} of the {row.spec.num_nodes} nodes that it wants are there"
         )
-        self._preemption.ask(row, f"{GROW}{row.attempt}", reason, seen.now)
+        self._preemption.ask(row, f"{GROW}{row.attempt}", reason, seen.now, grow=True)
 
     def _whose_turn(self, seen: Seen) -> tuple[str, Mended] | None:
         small = [row for row in seen.holding if _small(row)]

@@ -19,7 +19,7 @@ from orchestrator.node_slot import NodeSlot
 from orchestrator.nodes.desk import NodeDesk
 from orchestrator.nodes.sight import Sight
 from orchestrator.placement.fair_queue import fewest, first, victims
-from orchestrator.recovery.controls import STOPS, Control, in_vain
+from orchestrator.recovery.controls import STOPS, Control
 from orchestrator.store.controls import ControlRefusedError
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
@@ -138,15 +138,15 @@ class Preemption:
         )
         return None if found is None else rows[found.job]
 
-    def ask(self, row: JobRow, key: str, reason: str, now: float) -> None:
+    def ask(self, row: JobRow, key: str, reason: str, now: float, *, grow: bool = False) -> None:
         """Ask a job to go back into the queue, once under this key; one that doesn't run any more,
-        or not yet, isn't asked, nor one whose attempt, which the key names, is over."""
-        there = self._store.job(row.id)
-        if there.attempt != row.attempt or in_vain(row.id, there.state, "preempt"):
-            return
-        # It may have ended since ``row`` was read.
+        or not yet, isn't asked, nor one whose attempt, which the key names, is over. ``grow``: for
+        more nodes, which its next attempt would have without that."""
+        ends = row.attempt if grow else None
+        control = Control(key, "preempt", THE_QUEUE, now, reason, attempt=ends)
+        # It may have ended, or begun another attempt, since ``row`` was read.
         with suppress(ControlRefusedError):
-            self._store.controls.ask(row.id, Control(key, "preempt", THE_QUEUE, now, reason))
+            self._store.controls.ask(row.id, control, row.attempt)
 
     def refused(self, prefix: str, victim: JobRow, now: float) -> bool:
         """Whether it could not go when it was last asked by controls named so: in this attempt, or

@@ -105,8 +105,10 @@ class Tending:
 
     def _stop_without_ranks(self, row: JobRow, seen: Seen) -> bool:
         """A job whose nodes are gone has no ranks that could stop: its state is what is on disk,
-        and what the nodes that are left hold, which ``clear`` sees to."""
-        asked = [c for c in seen.asked.get(row.id, ()) if c.kind in STOPS]
+        and what the nodes that are left hold, which ``clear`` sees to. What would only have had it
+        start anew on more nodes is in vain: it does."""
+        stops = [c for c in seen.asked.get(row.id, ()) if c.kind in STOPS]
+        asked = [control for control in stops if control.attempt is None]
         if asked:
             _, cause = end_of(asked[0])
             told = f"{cause.value} by {asked[0].by} while it waited for nodes"

@@ -50,6 +50,9 @@ class Control:
     """precision: patterns of linears' names, as ``layers.*.mlp.down``."""
     to: Literal["fp8", "bf16", "auto"] | None = None
     """precision: fp8 or bf16; exchange: auto too, which measures again."""
+    attempt: int | None = None
+    """preempt: the attempt that is to end, where it is for the job's own sake: the next one starts
+    on what is there, asked or not."""
 
     @property
     def asked(self) -> Asked:
@@ -62,6 +65,8 @@ class Control:
 
     def to_json(self) -> dict[str, Any]:
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.attempt is None:
+            del row["attempt"]  # what people ask for has none
         return row | {"skip_batches": list(self.skip_batches), "layers": list(self.layers)}
 
     @classmethod
@@ -115,6 +120,11 @@ def decide_control(control: Control, history: History, grounds: Grounds) -> Acti
         case "pause":
             return _action("pause", control, history, "pause with a checkpoint")
         case "preempt":
+            if control.attempt not in (None, history.attempt):
+                return Refused(
+                    f"attempt {control.attempt} is over, and attempt {history.attempt} began on "
+                    "the nodes that were there"
+                )
             words = "back into the queue after a checkpoint"
             return _action("pause", control, history, words)
 

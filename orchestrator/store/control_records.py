@@ -31,11 +31,12 @@ class ControlRecords:
         self._writing = writing
         self._reading = reading
 
-    def ask(self, job: str, control: Control) -> ControlRow:
+    def ask(self, job: str, control: Control, attempt: int | None = None) -> ControlRow:
         """Store a control; asked again under its key, the one that is there.
 
         Raises ``ControlConflictError`` for a key that asked for something else, and
-        ``ControlRefusedError`` for a job that isn't running. The pause of a queued job is
+        ``ControlRefusedError`` for a job that isn't running, or whose ``attempt`` for which it is
+        asked has been followed by another. The pause of a queued job is
         done at once; what is asked of a paused one waits for its resume.
         """
         with self._writing(job) as db:
@@ -47,6 +48,8 @@ class ControlRecords:
             state = state_named(row["state"])
             if refused := in_vain(job, state, control.kind):
                 raise ControlRefusedError(refused)
+            if attempt not in (None, row["attempt"]):
+                raise ControlRefusedError(f"attempt {attempt} of {job} is over")
             waits = f"done first once the job is resumed (`octavo resume {job}`)"
             add_control(db, job, control, waits if put_off(state, control.kind) else "")
             if state is JobState.QUEUED:

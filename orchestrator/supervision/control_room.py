@@ -138,7 +138,8 @@ class ControlRoom:
     def _do(self, control: Control, now: float) -> None:
         """Decide on it, or carry on with what an earlier supervisor decided."""
         step = self._floor.attempt.facts.step
-        action = self._desk.decided(control)
+        # What names an attempt is of that attempt alone, whatever was decided in it.
+        action = None if control.attempt is not None else self._desk.decided(control)
         if action is None:
             decided = self._decide(control, now)
             if isinstance(decided, Refused):

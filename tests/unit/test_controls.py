@@ -504,6 +504,31 @@ class TestPause:
         job.step()
         assert job.supervision.phase is Phase.TRAINING, "the copy in memory would be lost"
 
+    @pytest.mark.parametrize("decided", [False, True])
+    def test_what_is_to_end_an_attempt_for_more_nodes_ends_no_later_one(
+        self, bench: Make, decided: bool
+    ) -> None:
+        job = bench()
+        job.train(12)
+        grow = replace(control("preempt", "grow-1"), by="the queue", attempt=1)
+        if decided:
+            job.supervision.ask([grow])
+            job.step()
+            assert job.controller.kinds() == ["pause"]
+            job.take_over(job.controller.next_attempt("scripted-000001", 1, "supervisor lost"))
+        else:
+            # Its ranks are gone as it is asked.
+            job.ranks.lose(0)
+        job.supervision.ask([grow])
+        for _ in range(4):
+            job.train(1)
+        told = job.settled()
+        assert job.controller.attempt == 2 and told.states[-1][0] == "running"
+        assert answers(job)["grow-1"][:2] == (
+            "refused",
+            "attempt 1 is over, and attempt 2 began on the nodes that were there",
+        )
+
     def test_before_anything_was_trained_it_is_done_at_once(self, bench: Make) -> None:
         job = bench()
         job.ranks.importing = True

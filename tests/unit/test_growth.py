@@ -199,6 +199,47 @@ def test_one_that_starts_anew_as_it_is_about_to_be_asked_keeps_what_it_starts_on
     assert plane.store.controls.open() == {}, "it stands on all that it wants"
 
 
+def test_one_that_starts_anew_between_the_look_at_it_and_the_asking_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane, job = on_one_of_two(tmp_path)
+    plane.now += 2 * GROW_AFTER_S
+    ask = plane.store.controls.ask
+
+    def meanwhile(name: str, control: Control, *more: int) -> object:
+        monkeypatch.undo()
+        plane.controller.next_attempt(job, plane.store.job(job).attempt, "a rank died")
+        return ask(name, control, *more)
+
+    monkeypatch.setattr(plane.store.controls, "ask", meanwhile)
+    plane.steps(1)
+    row = plane.store.job(job)
+    assert (row.attempt, len(row.nodes)) == (3, 2)
+    assert plane.store.controls.of(job) == [], "the new attempt would end for it"
+
+
+def test_what_ends_an_attempt_for_more_nodes_names_it(tmp_path: Path) -> None:
+    plane, job = on_one_of_two(tmp_path)
+    plane.now += 2 * GROW_AFTER_S
+    plane.steps(1)
+    ((control,),) = plane.store.controls.open().values()
+    assert control.attempt == plane.store.job(job).attempt
+    assert plane.store.controls.of(job)[0].control == control
+
+
+def test_one_that_lost_its_nodes_meanwhile_waits_for_others_and_not_in_the_queue(
+    tmp_path: Path,
+) -> None:
+    plane, job = on_one_of_two(tmp_path)
+    plane.now += 2 * GROW_AFTER_S
+    plane.steps(1)
+    assert job in plane.store.controls.open()
+    plane.groups.dead |= {"node0", "node1"}
+    plane.supervisors.done.add(job)
+    plane.steps(4)
+    assert plane.state(job) == "recovering"
+
+
 def test_one_that_ends_as_it_is_about_to_be_asked_has_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,9 +247,9 @@ def test_one_that_ends_as_it_is_about_to_be_asked_has_no_error(
     plane.now += 2 * GROW_AFTER_S
     ask = plane.store.controls.ask
 
-    def meanwhile(name: str, control: Control) -> object:
+    def meanwhile(name: str, control: Control, attempt: int) -> object:
         tell(plane, job, transition=(JobState.SUCCEEDED, Cause.STEPS_DONE))
-        return ask(name, control)
+        return ask(name, control, attempt)
 
     monkeypatch.setattr(plane.store.controls, "ask", meanwhile)
     plane.steps(1)

@@ -297,12 +297,12 @@ def test_one_that_ends_as_it_is_about_to_be_asked_is_no_error_of_anybodys(
     high = plane.submit("high", resources={"priority": 5})
     ask = plane.store.controls.ask
 
-    def meanwhile(job: str, control: Control) -> object:
+    def meanwhile(job: str, control: Control, attempt: int) -> object:
         monkeypatch.undo()
         after = next_state(JobState.RUNNING, ended)
         tell(plane, low, transition=(after, ended))
         plane.supervisors.done.add(low)
-        return ask(job, control)
+        return ask(job, control, attempt)
 
     monkeypatch.setattr(plane.store.controls, "ask", meanwhile)
     plane.steps(4)
