@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 SPEC_FILE = "spec.yaml"
 """What the controller writes into a job's folder before it takes a node: seen by a node on which
@@ -87,6 +87,32 @@ class Link:
     error: str = ""
 
 
+Check = Literal[
+    "unknown",  # of a record that an older Octavo made
+    "device",
+    "matmul",
+    "cast",
+    # Nodes on both sides of it agree with each other no more than with the controller.
+    "clock_ahead",
+    "clock_behind",
+    "devices",
+    "engine",
+    "folder",
+    "disk",
+    "memory",
+    "snapshot_memory",
+    "probe",
+    "answer",
+    "links",
+    "meeting",
+]
+"""What is tried on nodes; what a ``Failure`` is of, however much was measured."""
+OF_THE_MACHINE: frozenset[Check] = frozenset({"device", "matmul", "cast"})
+"""Those that no job and no other machine has a part in."""
+OF_LINKS: frozenset[Check] = frozenset({"links", "meeting"})
+"""Those of what is between nodes, tried once every node has passed alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why a node can't be used."""
@@ -94,6 +120,14 @@ class Failure:
     reason: str
     for_this_job: bool
     """Another job might run there."""
+    check: Check = "unknown"
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Failure:
+        """As ``dataclasses.asdict`` has written it, of this Octavo or an older one."""
+        check: Any = row.get("check")
+        known = check in get_args(Check)
+        return cls(row["reason"], row["for_this_job"], check if known else "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +143,38 @@ def judge(answer: Answer, demand: Demand, limits: Limits) -> Failure | None:
     """What is wrong with a node; faults of the machine before what only this job needs."""
     probe = answer.probe
     if probe.device_error:
-        return Failure(f"device: {probe.device_error}", False)
-    for name, error in (("matmul", probe.matmul_error), ("FP8 cast", probe.cast_error)):
-        if error:
-            return Failure(f"{name} gave a wrong result: {error}", False)
+        return Failure(f"device: {probe.device_error}", False, "device")
+    if probe.matmul_error:
+        return Failure(f"matmul gave a wrong result: {probe.matmul_error}", False, "matmul")
+    if probe.cast_error:
+        return Failure(f"FP8 cast gave a wrong result: {probe.cast_error}", False, "cast")
     skew = clock_skew_s(answer)
     if abs(skew) > limits.max_clock_skew_s:
         return Failure(
             f"its clock is {skew:+.1f} s off the controller's, and preflight.max_clock_skew_s is "
             f"{limits.max_clock_skew_s:g}: see to its NTP",
             False,
+            "clock_ahead" if skew > 0 else "clock_behind",
         )
     if demand.on_gpu and probe.devices < demand.ranks:
-        return Failure(f"{probe.devices} devices for {demand.ranks} ranks", True)
+        return Failure(f"{probe.devices} devices for {demand.ranks} ranks", True, "devices")
     if probe.backend_error:
-        return Failure(f"Transformer Engine: {probe.backend_error}", True)
+        return Failure(f"Transformer Engine: {probe.backend_error}", True, "engine")
     if probe.folder_error:
-        return Failure(f"{demand.folder} can't be written: {probe.folder_error}", True)
+        return Failure(f"{demand.folder} can't be written: {probe.folder_error}", True, "folder")
     if probe.disk_bytes < demand.disk_bytes:
         return Failure(
             f"{_gb(probe.disk_bytes)} free for {demand.folder}, and a checkpoint takes "
             f"{_gb(demand.disk_bytes)}: make room, or name another checkpoint.storage_path",
             True,
+            "disk",
         )
     if probe.memory_bytes < demand.memory_bytes:
         return Failure(
             f"{_gb(probe.memory_bytes)} of memory free, and its ranks' state alone takes "
             f"{_gb(demand.memory_bytes)}",
             True,
+            "memory",
         )
     beside = 0 if demand.on_gpu else demand.memory_bytes
     if demand.snapshot_bytes and probe.host_bytes < demand.snapshot_bytes + beside:
@@ -144,6 +182,7 @@ def judge(answer: Answer, demand: Demand, limits: Limits) -> Failure | None:
             f"{_gb(probe.host_bytes)} of memory free, and beside its ranks' state their snapshots "
             f"take {_gb(demand.snapshot_bytes)} there (snapshots.keep, snapshots.replicas)",
             True,
+            "snapshot_memory",
         )
     return None
 
@@ -210,7 +249,8 @@ def blame(links: Sequence[Link], newcomers: Collection[int], limits: Limits) -> 
         worst = max(counts, key=lambda p: (p not in work, counts[p], p in newcomers, p))
         told = next(why for pair, why in bad.items() if worst in pair)
         of = sum(worst in (link.one, link.other) for link in links if link.one < link.other) or 1
-        found[worst] = Failure(f"{min(counts[worst], of)} of its {of} links failed: {told}", False)
+        many = f"{min(counts[worst], of)} of its {of} links"
+        found[worst] = Failure(f"{many} failed: {told}", False, "links")
         bad = {pair: why for pair, why in bad.items() if worst not in pair}
     return found
 

@@ -126,7 +126,7 @@ class PreflightRun:
         for node_id in [n for n in self._probes if (0, n) in self._answered]:
             value, error = _result(self._probes.pop(node_id))
             if error:
-                self._failed[node_id] = Failure(f"the probe failed: {error}", False)
+                self._failed[node_id] = Failure(f"the probe failed: {error}", False, "probe")
             else:
                 self._answers[node_id] = Answer(value, self._began, self._answered[0, node_id])
         return not self._probes
@@ -134,7 +134,7 @@ class PreflightRun:
     def _judge(self, late: bool) -> None:
         if late:
             waited = f"no answer for {self._deadline - self._began:.0f} s (preflight.timeout_s)"
-            self._failed |= {node: Failure(waited, False) for node in self._probes}
+            self._failed |= {node: Failure(waited, False, "answer") for node in self._probes}
         for node_id, answer in self._answers.items():
             failure = judge(answer, self._demand.of(node_id), self._limits)
             if failure is not None:
@@ -200,7 +200,8 @@ class PreflightRun:
             del self._awaited[place]
             link, error = _result(awaited.reference)
             if error:
-                self._failed[node_id] = Failure(f"its links could not be tried: {error}", False)
+                why = f"its links could not be tried: {error}"
+                self._failed[node_id] = Failure(why, False, "meeting")
             else:
                 self._links.append(link)
         return not self._under_way() or now > self._round_ends
@@ -226,7 +227,7 @@ class PreflightRun:
                 # Neither came back: one may have held up the other.
                 self._links.append(Link(place, awaited.other, 0.0, told))
             else:
-                self._failed[self._seats[place].node_id] = Failure(told, False)
+                self._failed[self._seats[place].node_id] = Failure(told, False, "meeting")
         gone = {p for p, seat in enumerate(self._seats) if seat.node_id in self._failed}
         links = [link for link in self._links if gone.isdisjoint((link.one, link.other))]
         newcomers = [i for i, s in enumerate(self._seats) if s.node_id in self._newcomers]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from launch.preflight import Check
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot, homes
 from orchestrator.placement.checks import Laid
@@ -34,6 +35,8 @@ class Accusation:
     time: float
     rehearsed: bool = False
     """A drill did it."""
+    check: Check = "unknown"
+    """Of preflight, that it failed."""
 
 
 def accused(
@@ -92,6 +95,7 @@ def failed_checks(laid: Laid, addresses: Mapping[str, str], job: str) -> list[Ac
             kind="unfit" if failure.for_this_job else "preflight",
             message=failure.reason,
             time=laid.time,
+            check=failure.check,
         )
         for node_id, failure in laid.failed.items()
     ]

@@ -1,17 +1,15 @@
 """What preflight came to on a job's nodes, attempt by attempt. Pure.
 
-Promises: the same check is known again whatever it measured; a node counts as one that passed it
-only where it was tried; a node with which the links of one node after another fail is at fault,
-and not they.
+Promises: a node counts as one that passed a check only where it was tried; a node with which the
+links of one node after another fail is at fault, and not they.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launch.preflight import Failure
+from launch.preflight import OF_LINKS, Check, Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +25,12 @@ class Checked:
     far_ends: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of those that failed for a few of their links: the nodes at the other end."""
 
-    def passed(self, check: str) -> set[str]:
+    def passed(self, check: Check) -> set[str]:
         """Nodes that came through ``check``. Links are tried once every node has passed alone."""
-        if of_links(check) and self.failed and not any(map(of_links, self._reasons())):
+        of_links = any(failure.check in OF_LINKS for failure in self.failed.values())
+        if check in OF_LINKS and self.failed and not of_links:
             return set()
         return set(self.nodes) - self.failed.keys()
-
-    def _reasons(self) -> list[str]:
-        return [check_of(failure.reason) for failure in self.failed.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +60,10 @@ def laid(checks: Sequence[Checked]) -> Laid:
                 if others := named.get(end, set()) - {node}:
                     why = one.failed[node].reason.partition(": ")[2]
                     count = len(others) + 1
-                    # As ``blame`` says it: the same check.
                     told = f"{count} of its {count} links failed: with one node after the other"
-                    of_the_last[end] = Failure(f"{told}: {why}", False)
+                    of_the_last[end] = Failure(f"{told}: {why}", False, "links")
         # Or it is named itself, where all were new to each other.
-        by_itself = {node for node, why in one.failed.items() if of_links(check_of(why.reason))}
+        by_itself = {node for node, why in one.failed.items() if why.check in OF_LINKS}
         at_fault |= of_the_last.keys() | (by_itself & named.keys())
         for node, ends in one.far_ends.items():
             for end in ends:
@@ -82,13 +77,3 @@ def laid(checks: Sequence[Checked]) -> Laid:
     last = checks[-1]
     stays = {n: why for n, why in last.failed.items() if (last.attempt, n) not in cleared}
     return Laid(last.attempt, last.time, {**stays, **of_the_last}, cleared)
-
-
-def check_of(message: str) -> str:
-    """Which check of preflight a failure's reason tells of, without what it measured."""
-    return re.sub(r"[\w.:/]*\d[\w.:/]*", "#", message.partition(": ")[0])
-
-
-def of_links(check: str) -> bool:
-    """Whether it is one of what is between nodes."""
-    return re.search(r"\blinks (failed|could|were)\b", check) is not None

@@ -11,14 +11,14 @@ takes grows with the nodes and with what is held against them, not with the one 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from launch.preflight import OF_LINKS, OF_THE_MACHINE, Check
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation, AccusationKind
-from orchestrator.placement.checks import Checked, check_of
+from orchestrator.placement.checks import Checked
 from orchestrator.placement.placement import Barred, NodeCapacity
 from orchestrator.spec.config import QuarantineConfig
 
@@ -95,27 +95,24 @@ class _Common:
     """Before it was known, and not taken back yet."""
 
 
-_COMMON: tuple[tuple[str, str], ...] = (
-    (r"\bcan't be written$|\bfree for\b", "the job's storage"),
-    (r"\bclock\b", "the clock of the controller's machine"),
-    (
-        r"\blinks\b",
+_LOOK_AT: Mapping[Check, str] = {
+    **dict.fromkeys(("folder", "disk"), "the job's storage"),
+    **dict.fromkeys(("clock_ahead", "clock_behind"), "the clock of the controller's machine"),
+    **dict.fromkeys(
+        OF_LINKS,
         "the network between the job's nodes, and a node that is part of every link which failed",
     ),
-    (
-        r"\bno answer\b|\bprobe failed\b",
+    **dict.fromkeys(
+        ("answer", "probe"),
         "the job's storage, and the network between the controller's machine and the nodes",
     ),
-    (r"", "what the job brings to its nodes, and what was installed on all of them of late"),
-)
-"""What a check's failures on many nodes have in common, the first pattern that is found in it."""
+}
+"""What nodes have in common that fail a check; of the others ``_LOOK_AT_LAST``."""
+_LOOK_AT_LAST = "what the job brings to its nodes, and what was installed on all of them of late"
 
 
-_Check = tuple[AccusationKind, str]
+_Kind = tuple[AccusationKind, Check]
 """What is said of a node, whatever was measured."""
-
-_OF_THE_MACHINE = ("device", "matmul gave a wrong result", "FP8 cast gave a wrong result")
-"""Checks that no job and no other machine has a part in: two nodes may well fail them by chance."""
 
 
 class _ByMachine:
@@ -202,11 +199,11 @@ class Docket:
             if a.job != job or a.kind != "preflight" or (a.attempt, a.node_id) not in cleared
         ]
         self._past = held
-        self._by_check: dict[_Check, list[Accusation]] = {}
+        self._by_check: dict[_Kind, list[Accusation]] = {}
         for one in held:
             if one.kind in ("preflight", "unfit"):
-                self._by_check.setdefault(_check(one), []).append(one)
-        self._common: dict[_Check, _Common | None] = {}
+                self._by_check.setdefault((one.kind, one.check), []).append(one)
+        self._common: dict[_Kind, _Common | None] = {}
         self._against = _ByMachine(quarantines)
         no_fault = set(past) - set(held)
         self.withdrawn = self._decided_by(no_fault, ("preflight", "unfit"), now)
@@ -253,10 +250,10 @@ class Docket:
     def _let_off(self, case: Accusation, machines: Sequence[Quarantine]) -> bool:
         """Whether the controller, and no person, left the node to other jobs, and it has not passed
         what it failed since."""
-        if case.job != self._job or case.kind != "preflight":
+        if case.job != self._job or case.kind != "preflight" or case.check == "unknown":
             return False
         later = [one for one in self._checks if one.attempt > case.attempt]
-        if any(case.node_id in one.passed(check_of(case.message)) for one in later):
+        if any(case.node_id in one.passed(case.check) for one in later):
             return False
         came = [q for q in machines if q.job == case.job and q.since == case.time]
         if any(q.kind == "preflight" and not q.taken_back for q in came):
@@ -317,18 +314,21 @@ class Docket:
     def _in_common(self, case: Accusation) -> _Common | None:
         """What most nodes have in common of which the same is said as of that of ``case``; None
         where it is alone with it, or they are few."""
-        check = _check(case)
-        if check not in self._common:
+        said = case.kind, case.check
+        if said not in self._common:
             alike = self._said_of_most(case)
-            self._common[check] = self._common_of(case, alike) if alike else None
-        return self._common[check]
+            self._common[said] = self._common_of(case, alike) if alike else None
+        return self._common[said]
 
     def _said_of_most(self, case: Accusation) -> list[Accusation]:
         """The accusations that say the same of most nodes: of those that the job had, or of the
         cluster's."""
-        kind, check = _check(case)
+        kind, check = case.kind, case.check
+        if check == "unknown":
+            return []
         alike = self._by_check.get((kind, check), [])
-        of_itself = check.startswith(_OF_THE_MACHINE)
+        # Two nodes may well fail these by chance.
+        of_itself = check in OF_THE_MACHINE
         # What other jobs can't use for want of the same is nothing to this one.
         if kind == "preflight" and len(_machines(alike)) > max(1 + of_itself, self._nodes / 2):
             return alike
@@ -342,10 +342,10 @@ class Docket:
         return mine if len(failed) > max(1, len(passed - failed)) else []
 
     def _common_of(self, case: Accusation, alike: Sequence[Accusation]) -> _Common:
-        kind, check = _check(case)
         # What it is for this job alone stays so.
-        decided = self._decided_by(alike, [kind], case.time) if kind == "preflight" else ()
-        look_at = next(what for pattern, what in _COMMON if re.search(pattern, check))
+        preflight = case.kind == "preflight"
+        decided = self._decided_by(alike, [case.kind], case.time) if preflight else ()
+        look_at = _LOOK_AT.get(case.check, _LOOK_AT_LAST)
         return _Common(len(_machines(alike)), look_at, decided)
 
     def _decided_by(
@@ -368,7 +368,7 @@ class Docket:
             f"for {case.job} alone: look at {common.look_at}"
         )
         entry = _left_out(case, "unfit", why, machines, self._config)
-        self._common[_check(case)] = replace(common, decided=())
+        self._common[case.kind, case.check] = replace(common, decided=())
         return Shared(entry, common.nodes, common.look_at, common.decided)
 
 
@@ -399,10 +399,6 @@ def _left_out(
 
 def _address(node: NodeCapacity | NodeSlot) -> str:
     return node.node_ip if isinstance(node, NodeSlot) else node.address
-
-
-def _check(case: Accusation) -> _Check:
-    return case.kind, check_of(case.message)
 
 
 def _names(node_id: str, address: str) -> list[tuple[str, str]]:

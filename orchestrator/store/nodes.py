@@ -85,8 +85,7 @@ class NodeRecords:
                     continue
                 failed, ends = found.get(row["attempt"], (0.0, {}, {}))[1:]
                 failed |= {
-                    node: Failure(why["reason"], why["for_this_job"])
-                    for node, why in detail.get("failed", {}).items()
+                    node: Failure.from_json(why) for node, why in detail.get("failed", {}).items()
                 }
                 ends |= detail.get("far_ends", {})
                 found[row["attempt"]] = (row["time"], failed, ends)

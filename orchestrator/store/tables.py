@@ -119,6 +119,7 @@ accusations = Table(
     Column("message", Text, nullable=False),
     Column("time", Float, nullable=False, index=True),
     Column("rehearsed", Integer, nullable=False, default=0),
+    Column("check", String(32), nullable=False, server_default="unknown"),
     # What an attempt shows of a node counts once, however often it is looked at.
     UniqueConstraint("job", "attempt", "node_id", "kind"),
     sqlite_autoincrement=True,

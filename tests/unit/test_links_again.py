@@ -49,7 +49,7 @@ class TestFarEnds:
 
 
 def joined(attempt: int, node: str, *ends: str) -> Checked:
-    why = Failure("1 of its 8 links failed: timed out", False)
+    why = Failure("1 of its 8 links failed: timed out", False, "links")
     return Checked(attempt, float(attempt), ("old", node), {node: why}, {node: ends})
 
 
@@ -59,7 +59,7 @@ class TestLaid:
         assert (list(first.failed), first.cleared) == (["n1"], frozenset())
         second = laid([joined(1, "n1", "old"), joined(2, "n2", "old")])
         told = "2 of its 2 links failed: with one node after the other: timed out"
-        assert second.failed == {"old": Failure(told, False)}
+        assert second.failed == {"old": Failure(told, False, "links")}
         assert second.cleared == {(1, "n1"), (2, "n2")}
 
     def test_the_same_newcomer_twice_is_at_fault_itself(self) -> None:
@@ -67,11 +67,11 @@ class TestLaid:
         assert (list(again.failed), again.cleared) == (["n1"], frozenset())
 
     def test_an_end_that_is_named_itself_later_clears_who_was_named_before(self) -> None:
-        itself = Failure("3 of its 3 links failed: timed out", False)
+        itself = Failure("3 of its 3 links failed: timed out", False, "links")
         now = Checked(2, 2.0, ("old", "n2"), {"old": itself})
         found = laid([joined(1, "n1", "old"), now])
         assert (found.failed, found.cleared) == ({"old": itself}, {(1, "n1")})
-        full = Checked(2, 2.0, ("old", "n2"), {"old": Failure("0 GB free for /jobs", True)})
+        full = Checked(2, 2.0, ("old", "n2"), {"old": Failure("0 GB free for /jobs", True, "disk")})
         assert laid([joined(1, "n1", "old"), full]).cleared == frozenset()
 
     def test_newcomers_that_fail_with_others_stay_accused(self) -> None:

@@ -21,7 +21,9 @@ from orchestrator.home.folder import Home
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes.desk import FILL_EVERY_S, RECONCILE_EVERY_S, UNWILLING_S
 from orchestrator.nodes.roll import NodeNotFoundError
+from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.placement import told_node
+from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.database import Store
 from orchestrator.store.errors import StoreUnavailableError
 from orchestrator.supervision.preflight_gate import told as preflight_told
@@ -437,12 +439,18 @@ def test_an_older_store_gets_what_it_lacks(tmp_path: Path, plane: ControlPlane) 
             db.execute(sa.text(f"DROP INDEX ix_jobs_{index}"))
         for column in ("submitted_by", "granted_at"):
             db.execute(sa.text(f"ALTER TABLE jobs DROP COLUMN {column}"))
+        db.execute(sa.text('ALTER TABLE accusations DROP COLUMN "check"'))
     store.close()
     again = Store(url)
     spec = plane.store.job(plane.submit()).spec
     again.add_job("a-1", spec, "/a", "a.yaml", 1.0, by="ann", key="k")
     assert again.job("a-1").submitted_by == "ann"
     assert again.nodes.in_force(plane.now) == []
+    case = Accusation("n0", "", "a-1", 1, "preflight", "Wrong.", 1.0, check="matmul")
+    ((told, _),) = again.nodes.accuse("a-1", [case], QuarantineConfig(), [], 1.0)
+    assert told == case
+    with engine.begin() as db:
+        assert db.execute(sa.text('SELECT "check" FROM accusations')).scalars().all() == ["matmul"]
     indexes = {found["name"] for found in sa.inspect(engine).get_indexes("jobs")}
     assert {"ix_jobs_by_submitted", "ix_jobs_submitted", "ix_jobs_by_granted"} <= indexes
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,15 +13,16 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation
-from orchestrator.placement.checks import Checked, check_of
+from orchestrator.placement.checks import Checked
 from orchestrator.placement.quarantine import Docket, Quarantine, Shared, barring
 from tests.unit.control_plane import ControlPlane, tell, where
 from tests.unit.test_preflight_blame import Supervised, go, left_out, of
-from tests.unit.test_quarantine import CONFIG, checked, cluster, judged, quarantine
+from tests.unit.test_quarantine import CONFIG, HUNG, checked, cluster, judged, quarantine
 
-HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
-SLOW = "1 of its 1 links failed: 3 Mbit/s, and preflight.min_bandwidth_mbit_s is 1000"
-CLOCK = "its clock is +42.0 s off the controller's, and preflight.max_clock_skew_s is 5"
+SLOW = Failure("1 of its 1 links failed: 3 Mbit/s", False, "links")
+CLOCK = Failure("its clock is +42.0 s off the controller's", False, "clock_ahead")
+NO_DRIVER = Failure("device: no driver", False, "device")
+WRONG = Failure("matmul gave a wrong result: 3 of 9", False, "matmul")
 
 
 def checking(*nodes: int, attempt: int = 1, **failed: Failure) -> Checked:
@@ -42,7 +42,7 @@ class TestWhatNodesHaveInCommon:
 
     def test_failures_that_differ_or_are_few_are_their_nodes(self) -> None:
         for answer in (
-            judged(checked(1), checked(2, "device: torch sees no CUDA device")),
+            judged(checked(1), checked(2, NO_DRIVER)),
             judged(checked(1), checked(2), checks=[checking(1, 2, 3, 4, n1=HUNG, n2=HUNG)]),
             judged(checked(1), checked(2, job="other"), checks=[checking(1, 3, n1=HUNG)]),
             judged(checked(1), checked(2, job="other"), nodes=4),
@@ -51,7 +51,7 @@ class TestWhatNodesHaveInCommon:
             assert isinstance(answer, Quarantine) and answer.kind == "preflight"
 
     def test_two_machines_that_compute_wrongly_are_two_faults(self) -> None:
-        for what in ("matmul gave a wrong result: 3 of 9", "device: no driver"):
+        for what in (WRONG, NO_DRIVER):
             answer = judged(checked(1, what), checked(2, what), nodes=3)
             assert isinstance(answer, Quarantine) and answer.kind == "preflight"
             third = judged(checked(1, what), checked(2, what), checked(3, what), nodes=4)
@@ -92,21 +92,27 @@ class TestWhatNodesHaveInCommon:
         assert isinstance(answer, Shared) and answer.taken_back == tuple(entries)
 
     def test_what_preflight_says_is_known_again_whatever_it_measured(self) -> None:
-        def clock(off: str) -> str:
-            return f"its clock is {off} s off the controller's: see to its NTP"
-
-        assert check_of(clock("+9.7")) == check_of(clock("+12"))
-        # Nodes on both sides of it agree with each other no more than with the head.
-        assert check_of(clock("+9.7")) != check_of(clock("-9.7"))
-        one = "1 of its 1 links failed: connect [10.0.0.1]:4711"
-        assert check_of(one) == check_of("3 of its 12 links failed: timed out")
-        for told, common in (
-            (clock("+9.7"), "the clock of the controller's machine"),
-            (one, "the network between the job's nodes"),
-            ("matmul gave a wrong result: cuda:1", "what was installed on all of them"),
+        for why, common in (
+            (CLOCK, "the clock of the controller's machine"),
+            (SLOW, "the network between the job's nodes"),
+            (WRONG, "what was installed on all of them"),
         ):
-            answer = judged(*(checked(n, told) for n in (1, 2, 3)), nodes=4)
+            told = [replace(why, reason=f"{n} of it: whatever {n}") for n in (1, 2, 3)]
+            answer = judged(*(checked(n, why) for n, why in enumerate(told, 1)), nodes=4)
             assert isinstance(answer, Shared) and common in answer.look_at
+
+    def test_nodes_on_both_sides_of_the_controllers_clock_agree_no_more_with_each_other(
+        self,
+    ) -> None:
+        behind = Failure("its clock is -42.0 s off the controller's", False, "clock_behind")
+        assert isinstance(judged(checked(1, CLOCK), checked(2, behind)), Quarantine)
+
+    def test_what_an_older_octavo_stored_is_alike_to_nothing(self) -> None:
+        old = replace(HUNG, check="unknown")
+        assert isinstance(judged(checked(1, old), checked(2, old)), Quarantine)
+        freed = quarantine("preflight", job="job", released_at=0.0)
+        docket = Docket("job", [checked(1, old)], [freed], cluster(8), CONFIG, now=60.0)
+        assert docket.at_fault_after_all() == []
 
 
 @given(
@@ -128,7 +134,7 @@ def test_a_check_that_fails_never_costs_other_jobs_more_nodes_than_it_passed(
         group = {i for i in wanted if f"n{i}" not in left_out}
         hung = {f"n{i}": HUNG for i in group & bad}
         checks.append(Checked(attempt, now, tuple(f"n{i}" for i in group), hung))
-        passed = {node for check in checks for node in check.passed("")}
+        passed = {node for check in checks for node in check.passed("answer")}
         cases = [checked(i, attempt=attempt, time=now) for i in sorted(group & bad)]
         past += cases
         for one in cases:
@@ -161,19 +167,18 @@ class TestWhatPassed:
         assert isinstance(judged(checked(1), checked(2), checks=[both_pass, then_fail]), Shared)
 
     def test_links_that_were_not_tried_are_no_links_that_work(self) -> None:
-        off = Failure(CLOCK, False)
-        alone = checking(0, 3, 4, 5, n5=off)
+        alone = checking(0, 3, 4, 5, n5=CLOCK)
         cases = (checked(1, SLOW), checked(2, SLOW))
-        links = checking(0, 1, 2, attempt=2, n1=Failure(SLOW, False), n2=Failure(SLOW, False))
+        links = checking(0, 1, 2, attempt=2, n1=SLOW, n2=SLOW)
         assert isinstance(judged(*cases, checks=[alone, links]), Shared)
         assert isinstance(judged(*cases, checks=[replace(alone, failed={}), links]), Quarantine)
         late = (checked(1, CLOCK), checked(5, CLOCK))
-        assert isinstance(judged(*late, checks=[alone, checking(1, n1=off)]), Quarantine)
+        assert isinstance(judged(*late, checks=[alone, checking(1, n1=CLOCK)]), Quarantine)
 
 
-def fails(plane: ControlPlane, job: str, node: str, reason: str) -> None:
+def fails(plane: ControlPlane, job: str, node: str, why: Failure) -> None:
     """Preflight ends the attempt; the next one begins."""
-    failed = {node: {"reason": reason, "for_this_job": False}}
+    failed = {node: asdict(why)}
     told = EventDraft("preflight_failed", plane.now, "Failed.", {"failed": failed})
     moved = (JobState.RECOVERING, Cause.RANK_LOST)
     tell(plane, job, events=(told,), transition=moved)
@@ -183,14 +188,14 @@ def fails(plane: ControlPlane, job: str, node: str, reason: str) -> None:
 def test_two_bad_nodes_that_a_small_job_meets_one_after_the_other_stay_left_out(
     tmp_path: Path,
 ) -> None:
-    for reason in (SLOW, CLOCK):
-        folder = tmp_path / str(len(reason))
+    for why in (SLOW, CLOCK):
+        folder = tmp_path / why.check
         folder.mkdir()
         plane = ControlPlane(folder, *[4] * 8)
         job = plane.submit(num_nodes=2)
         plane.steps(2)
 
-        fails(plane, job, "node1", reason)
+        fails(plane, job, "node1", why)
         assert where(plane, job) == ["node0", "node2"]
         tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
         plane.now += 600
@@ -198,7 +203,7 @@ def test_two_bad_nodes_that_a_small_job_meets_one_after_the_other_stay_left_out(
         tell(plane, job, transition=(JobState.RECOVERING, Cause.RANK_LOST))
         plane.controller.next_attempt(job, plane.store.job(job).attempt, "a node died")
         assert where(plane, job) == ["node0", "node3"]
-        fails(plane, job, "node3", reason)
+        fails(plane, job, "node3", why)
         assert left_out(plane) == {"node1": "preflight", "node3": "preflight"}
         assert plane.told(job, "nodes_alike") == plane.told(job, "node_released") == []
 
@@ -208,14 +213,14 @@ def trains(plane: ControlPlane, job: str) -> None:
     plane.steps(2)
 
 
-def two_in_a_row(folder: Path, reason: str, nodes: int = 8) -> tuple[ControlPlane, str]:
+def two_in_a_row(folder: Path, why: Failure, nodes: int = 8) -> tuple[ControlPlane, str]:
     """A job of two nodes whose second one fails preflight, twice, and then trains."""
     folder.mkdir(exist_ok=True)
     plane = ControlPlane(folder, *[4] * nodes)
     job = plane.submit(num_nodes=2)
     plane.steps(2)
     for bad in ("node1", "node2"):
-        fails(plane, job, bad, reason)
+        fails(plane, job, bad, why)
     assert left_out(plane) == {"node2": "unfit"}, "one of two passed: it may be what they share"
     assert where(plane, job) == ["node0", "node3"]
     return plane, job
@@ -223,8 +228,8 @@ def two_in_a_row(folder: Path, reason: str, nodes: int = 8) -> tuple[ControlPlan
 
 class TestTwoBadNodesInDirectSuccession:
     def test_both_are_left_out_once_the_job_trains_without_them(self, tmp_path: Path) -> None:
-        for reason in (SLOW, CLOCK, HUNG.reason):
-            plane, job = two_in_a_row(tmp_path / str(len(reason)), reason)
+        for why in (SLOW, CLOCK, HUNG):
+            plane, job = two_in_a_row(tmp_path / why.check, why)
             trains(plane, job)
             assert left_out(plane) == {"node1": "preflight", "node2": "preflight"}
             told = plane.told(job, "node_quarantined")
@@ -248,7 +253,7 @@ class TestTwoBadNodesInDirectSuccession:
         plane, job = two_in_a_row(tmp_path, CLOCK, nodes=6)
         other = plane.submit("other", by="bob", num_nodes=2)
         plane.steps(2)
-        failed = {n: {"reason": CLOCK, "for_this_job": False} for n in where(plane, other)}
+        failed = {n: asdict(CLOCK) for n in where(plane, other)}
         event = EventDraft("preflight_failed", plane.now, "Failed.", {"failed": failed})
         tell(plane, other, events=(event,), transition=(JobState.RECOVERING, Cause.RANK_LOST))
         plane.controller.desk.settle(plane.store.job(other), plane.now)
@@ -291,36 +296,30 @@ class TestTwoBadNodesInDirectSuccession:
         assert docket.at_fault_after_all() == []
 
 
-def unfit(node: int, told: str, **changes: Any) -> Accusation:
-    """As ``checked``, of what only the job can't use."""
-    return replace(checked(node, told, **changes), kind="unfit")
-
-
 class TestWhatOneJobCannotUse:
-    FOLDER = "/shared/links/clock/toy-1 can't be written: Read-only file system"
-    DISK = "0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB: make room"
-    MEMORY = "1.2 GB of memory free, and its ranks' state alone takes 98 GB"
+    FOLDER = Failure("/shared/toy-1 can't be written: Read-only file system", True, "folder")
+    DISK = Failure("0.1 GB free for /shared, and a checkpoint takes 98 GB", True, "disk")
+    MEMORY = Failure("1.2 GB of memory free, and its state takes 98 GB", True, "memory")
 
     def test_a_folder_that_no_node_can_write_is_the_jobs_storage(self) -> None:
-        for told, common in (
+        for why, common in (
             (self.FOLDER, "the job's storage"),
             (self.DISK, "the job's storage"),
             (self.MEMORY, "what the job brings to its nodes"),
         ):
-            answer = judged(unfit(1, told), unfit(2, told.replace("0.1", "0.2")))
+            answer = judged(checked(1, why), checked(2, replace(why, reason="0.2 GB")))
             assert isinstance(answer, Shared) and answer.look_at.startswith(common)
             assert (answer.nodes, answer.taken_back) == (2, ())
             assert (answer.entry.kind, answer.entry.until) == ("unfit", CONFIG.unfit_s)
 
     def test_one_that_others_can_write_is_its_nodes_and_other_jobs_are_nothing_to_it(self) -> None:
-        why = Failure(self.FOLDER, True)
-        first = unfit(1, self.FOLDER)
-        others = [unfit(i, self.FOLDER, job="other") for i in range(2, 6)]
+        first = checked(1, self.FOLDER)
+        others = [checked(i, self.FOLDER, job="other") for i in range(2, 6)]
         for answer in (
             judged(first),
             judged(first, *others, nodes=6),
-            judged(first, unfit(2, self.FOLDER), checks=[checking(1, 2, 3, 4)]),
-            judged(first, checks=[checking(1, 2, n1=why)]),
+            judged(first, checked(2, self.FOLDER), checks=[checking(1, 2, 3, 4)]),
+            judged(first, checks=[checking(1, 2, n1=self.FOLDER)]),
         ):
             assert isinstance(answer, Quarantine) and answer.kind == "unfit"
 
@@ -330,7 +329,7 @@ def test_a_folder_that_all_nodes_find_unwritable_is_told_as_what_they_have_in_co
 ) -> None:
     plane = ControlPlane(tmp_path, *[4] * 4)
     job = plane.submit(num_nodes=3, training={"train_batch_size": 24})
-    full = Failure("/shared/toy can't be written: No space left on device", True)
+    full = Failure("/shared/toy can't be written: No space left on device", True, "folder")
     go(plane, Supervised(plane, job, of(dict.fromkeys(("node0", "node1", "node2"), full))))
     told = plane.told(job, "nodes_alike")[0]
     assert told == (

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,30 +63,39 @@ def test_a_healthy_node_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "for_this_job", "says"),
+    ("check", "changes", "for_this_job", "says"),
     [
-        ({"device_error": "no driver"}, False, "device: no driver"),
-        ({"matmul_error": "3 of 9"}, False, "matmul gave a wrong result: 3 of 9"),
-        ({"cast_error": "1 is 0x39"}, False, "FP8 cast gave a wrong result"),
-        ({"clock": 120.0}, False, "its clock is +19.9 s off the controller's"),
-        ({"backend_error": "not installed"}, True, "Transformer Engine: not installed"),
-        ({"folder_error": "Read-only file system"}, True, "/jobs/a can't be written: Read-only"),
-        ({"disk_bytes": 4999}, True, "free for /jobs/a, and a checkpoint takes"),
-        ({"memory_bytes": 999}, True, "of memory free"),
+        ("device", {"device_error": "no driver"}, False, "device: no driver"),
+        ("matmul", {"matmul_error": "3 of 9"}, False, "matmul gave a wrong result: 3 of 9"),
+        ("cast", {"cast_error": "1 is 0x39"}, False, "FP8 cast gave a wrong result"),
+        ("clock_ahead", {"clock": 120.0}, False, "its clock is +19.9 s off the controller's"),
+        ("clock_behind", {"clock": 80.0}, False, "its clock is -19.9 s off the controller's"),
+        ("engine", {"backend_error": "not installed"}, True, "Transformer Engine: not installed"),
+        ("folder", {"folder_error": "Read-only"}, True, "/jobs/a can't be written: Read-only"),
+        ("disk", {"disk_bytes": 4999}, True, "free for /jobs/a, and a checkpoint takes"),
+        ("memory", {"memory_bytes": 999}, True, "of memory free"),
     ],
 )
-def test_a_fault_is_told_with_what_was_found_and_whether_other_jobs_may_run_there(
-    changes: dict[str, Any], for_this_job: bool, says: str
+def test_a_fault_is_told_with_its_check_what_was_found_and_whether_other_jobs_may_run_there(
+    check: str, changes: dict[str, Any], for_this_job: bool, says: str
 ) -> None:
     failure = found(**changes)
     assert failure is not None and says in failure.reason
-    assert failure.for_this_job is for_this_job
+    assert (failure.check, failure.for_this_job) == (check, for_this_job)
+    assert Failure.from_json(asdict(failure)) == failure
+
+
+def test_a_failure_of_an_older_octavo_or_of_a_later_ones_check_is_of_an_unknown_one() -> None:
+    told = {"reason": "device: no driver", "for_this_job": False}
+    assert Failure.from_json(told).check == "unknown"
+    assert Failure.from_json({**told, "check": "tea"}).check == "unknown"
 
 
 def test_a_node_that_joins_has_room_for_the_snapshots_beside_the_state() -> None:
     joining = replace(DEMAND, snapshot_bytes=500)
     failure = found(joining, host_bytes=1499)
     assert failure is not None and failure.for_this_job and "their snapshots take" in failure.reason
+    assert failure.check == "snapshot_memory"
     assert found(joining, host_bytes=1500) is None
     on_gpu = replace(joining, on_gpu=True)
     assert found(on_gpu, devices=2, host_bytes=500) is None, "the state is on the devices"
@@ -95,7 +104,7 @@ def test_a_node_that_joins_has_room_for_the_snapshots_beside_the_state() -> None
 
 def test_too_few_devices_are_this_jobs_trouble() -> None:
     failure = found(replace(DEMAND, on_gpu=True), devices=1)
-    assert failure == Failure("1 devices for 2 ranks", True)
+    assert failure == Failure("1 devices for 2 ranks", True, "devices")
 
 
 def test_half_a_round_trip_of_clock_skew_is_not_held_against_a_node() -> None:
@@ -159,7 +168,7 @@ def links(
 def test_the_node_whose_links_all_fail_is_named_and_not_its_peers() -> None:
     failures = blame(links(4, {2}), range(4), LIMITS)
     assert list(failures) == [2]
-    assert failures[2] == Failure("3 of its 3 links failed: timed out", False)
+    assert failures[2] == Failure("3 of its 3 links failed: timed out", False, "links")
 
 
 def test_of_two_nodes_whose_link_fails_the_newcomer_is_named() -> None:
@@ -396,14 +405,15 @@ def test_each_node_is_checked_once_and_a_failing_one_is_named(tmp_path: Path) ->
     )
     assert gate.look(first, 0.4).notice is None
     moved = replace(first, attempt=2, nodes=(nodes[0], nodes[2]))
-    asked.said = Verdict({"node2": Failure("its clock is off", False)}, 0.2, 2)
+    off = Failure("its clock is off", False, "clock_ahead")
+    asked.said = Verdict({"node2": off}, 0.2, 2)
     assert not asked.demands[0].snapshot_bytes
     look = gate.look(moved, 1.0)
     assert asked.demands[1].snapshot_bytes, "what joins a job holds no copies yet"
     assert not look.passed and look.notice is not None
     assert look.notice.message == "Preflight failed on 10.0.0.2 (node2): its clock is off."
     assert look.notice.detail["failed"] == {
-        "node2": {"reason": "its clock is off", "for_this_job": False}
+        "node2": {"reason": "its clock is off", "for_this_job": False, "check": "clock_ahead"}
     }
     assert asked.newcomers == [{"node0", "node1"}, {"node2"}]
 

@@ -17,8 +17,8 @@ from orchestrator.supervision.supervision import Supervision
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import ScriptedRanks
 
-HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
-BROKEN = Failure("device: torch sees no CUDA device: look at the driver", False)
+HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False, "answer")
+BROKEN = Failure("device: torch sees no CUDA device: look at the driver", False, "device")
 Found = Callable[[str, Demand, Limits], Failure | None]
 
 
@@ -218,7 +218,7 @@ def test_where_all_nodes_failed_they_are_tried_again_by_and_by_until_a_person_is
 def test_a_storage_that_was_full_keeps_no_job_waiting_once_it_is_resumed(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, 4, 4)
     job = plane.submit("toy", num_nodes=2)
-    full = Failure("0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB", True)
+    full = Failure("0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB", True, "disk")
     filled = Supervised(plane, job, of({"node0": full, "node1": full}))
     for _ in range(40):
         if plane.state(job) != "paused":
@@ -243,7 +243,7 @@ def test_whoever_resumes_at_once_need_not_wait_for_nodes_that_the_last_attempt_f
 ) -> None:
     plane = ControlPlane(tmp_path, 4, 4)
     job = plane.submit("toy", num_nodes=2)
-    full = Failure("0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB", True)
+    full = Failure("0.1 GB free for /shared/jobs, and a checkpoint takes 98 GB", True, "disk")
     filled = Supervised(plane, job, of({"node0": full, "node1": full}))
     while plane.state(job) != "paused":
         plane.steps(1, 30.0)

@@ -24,7 +24,7 @@ from orchestrator.placement.quarantine import (
 )
 from orchestrator.spec.config import QuarantineConfig
 
-HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False)
+HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False, "answer")
 CONFIG = QuarantineConfig()
 NODES = tuple(NodeSlot(f"n{i}", f"10.0.0.{i}", i, 2) for i in range(3))
 """Ranks 0 and 1 on n0, 2 and 3 on n1, 4 and 5 on n2."""
@@ -164,12 +164,11 @@ def test_a_node_that_nothing_could_replace_stays_in_use_unless_it_failed_its_che
     )
 
 
-def checked(
-    node: int, told: str = "no answer for 20 s (preflight.timeout_s)", **changes: Any
-) -> Accusation:
+def checked(node: int, why: Failure = HUNG, **changes: Any) -> Accusation:
     """Of the machine ``node``: preflight failed on it."""
-    of = {"node_id": f"n{node}", "address": f"10.0.0.{node}", "message": told}
-    return case("preflight", **{**of, **changes})
+    of = {"node_id": f"n{node}", "address": f"10.0.0.{node}"}
+    of |= {"message": why.reason, "check": why.check}
+    return case("unfit" if why.for_this_job else "preflight", **{**of, **changes})
 
 
 def test_what_one_job_cannot_use_is_known_for_each_job_by_itself() -> None:

@@ -5,24 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from launch.preflight import Failure
 from orchestrator.events import EventDraft
 from orchestrator.placement import quarantine
 from orchestrator.store import nodes as node_records
 from tests.unit.control_plane import ControlPlane, tell
 from tests.unit.test_preflight_blame import left_out
 
-HANGS = "no answer for 20 s (preflight.timeout_s)"
+HANGS = Failure("no answer for 20 s (preflight.timeout_s)", False, "answer")
+NO_DRIVER = Failure("device: no driver", False, "device")
 
 
-def failing(plane: ControlPlane, **why: str) -> EventDraft:
+def failing(plane: ControlPlane, **why: Failure) -> EventDraft:
     """Preflight's word on nodes."""
-    failed = {node: {"reason": reason, "for_this_job": False} for node, reason in why.items()}
+    failed = {node: asdict(failure) for node, failure in why.items()}
     return EventDraft("preflight_failed", plane.now, "Preflight failed.", {"failed": failed})
 
 
@@ -124,7 +127,7 @@ def test_what_is_told_later_in_the_attempt_is_taken_in_as_well(tmp_path: Path) -
     for _ in range(2):
         settle(plane, job)
     assert left_out(plane) == {}
-    tell(plane, job, events=(failing(plane, node0="device: no driver"),))
+    tell(plane, job, events=(failing(plane, node0=NO_DRIVER),))
     settle(plane, job)
     assert left_out(plane) == {"node0": "preflight"}
 
@@ -133,7 +136,7 @@ def test_what_one_accusation_costs_counts_for_the_next_of_the_same_attempt(tmp_p
     plane = ControlPlane(tmp_path, 4, 4, 4)
     job = plane.submit(num_nodes=3, training={"train_batch_size": 24})
     plane.steps(2)
-    reasons = ("device: no driver", "its clock is +9.0 s off", "no answer for 20 s")
+    reasons = (NO_DRIVER, Failure("its clock is +9.0 s off", False, "clock_ahead"), HANGS)
     tell(plane, job, events=(failing(plane, **{f"node{i}": r for i, r in enumerate(reasons)}),))
     settle(plane, job)
     # The last one is the only node that is left, and stays in use for others.
