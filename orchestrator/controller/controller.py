@@ -119,7 +119,7 @@ class Controller:
         if row.nodes:
             # Before: else what the last attempt showed would leave nodes out after they were let
             # back. Of a job whose nodes went back that is known, and Ray may be away.
-            self.desk.settle(row, now)
+            self.desk.settling.settle(row, now)
         renewed = ladder_renewed(self.store.past.actions(job))
         told: list[EventDraft] = []
         if renewed is not None:

@@ -78,7 +78,7 @@ class Tending:
                 # Until it has answered: whichever supervisor has the job gets to know.
                 self._supervisors.control(row.id, seen.asked[row.id])
             self._desk.leave(row)
-            self._desk.trains(row, now)
+            self._desk.settling.trains(row, now)
             self._desk.keep_up(row, now)
             self._growth.let_grow(row, seen)
             spares = self._desk.fill(row, now)
@@ -184,7 +184,7 @@ class Tending:
             return False
         if row.nodes:
             # No attempt follows that would: what the last one showed counts as well.
-            self._desk.settle(row, now)
+            self._desk.settling.settle(row, now)
         if fate == "kept":
             self._store.change(row.id, Cause.NODES_GRANTED, KEPT, now)
         else:

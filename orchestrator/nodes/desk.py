@@ -18,10 +18,9 @@ from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import NodeSlot, working
 from orchestrator.nodes.groups import NodeGroups, group_name
-from orchestrator.nodes.notices import judged_told, keeper_told, moves, resized, spare_told
+from orchestrator.nodes.notices import keeper_told, moves, resized, spare_told
+from orchestrator.nodes.settling import Settling
 from orchestrator.nodes.sight import Sight
-from orchestrator.placement.accusation import accused, failed_checks, machine_addresses
-from orchestrator.placement.checks import laid
 from orchestrator.placement.placement import (
     Barred,
     Mended,
@@ -34,7 +33,7 @@ from orchestrator.placement.placement import (
     told_node,
     wish,
 )
-from orchestrator.placement.quarantine import Dismissed, barring
+from orchestrator.placement.quarantine import barring
 from orchestrator.placement.regroup import counts_of, mend_some, place_some
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.database import Store
@@ -68,7 +67,8 @@ class NodeDesk:
         """``fixed``: no node will ever be added, so nobody is asked for one."""
         self._store = store
         self._groups = groups
-        self._config = config or QuarantineConfig()
+        self.settling = Settling(store, groups, config or QuarantineConfig())
+        """What jobs show of their nodes."""
         self._fixed = fixed
         self._placing = threading.RLock()
         # Of this process: a controller that restarts tries them all again.
@@ -77,10 +77,6 @@ class NodeDesk:
         self._kept: dict[str, float] = {}
         self._reconciled = -math.inf
         self._wished: list[dict[str, float]] | None = None
-        self._settled: dict[str, tuple[int, ...]] = {}
-        """Up to which record what jobs show of their nodes was taken in."""
-        self._trained: dict[str, int] = {}
-        """The attempt of which it was taken in that it trains."""
         self._short: dict[str, int] = {}
         """How many nodes jobs wait for in place of lost ones."""
         self._left: dict[str, list[NodeSlot]] = {}
@@ -171,61 +167,12 @@ class NodeDesk:
 
     # -- jobs that hold nodes
 
-    def settle(self, row: JobRow, now: float) -> None:
-        """Take in what the job's present attempt shows of its nodes; done again, it changes
-        nothing, and a look tells that there is nothing new."""
-        mark = (row.attempt, *self._store.past.newest(row.id))
-        if self._settled.get(row.id) == mark:
-            return
-        seen = self._store.past.incidents(row.id, row.attempt)
-        checks = self._store.nodes.checks(row.id, row.attempt, self._config.window_s)
-        if seen or checks:
-            drilled = self._store.past.events_of_attempt(row.id, row.attempt, "drill")
-            rehearsed = {e["detail"]["rank"] for e in drilled}
-            nodes = self._groups.capacities()
-            addresses = machine_addresses(nodes)
-            # Not where it stands now: some seats may have been replaced for what is told here.
-            seats = self._store.attempts.seats_of(row)
-            failures = laid(checks)
-            judged = self._store.nodes.accuse(
-                row.id,
-                [
-                    *accused(seen, seats, rehearsed, addresses, row.id),
-                    *failed_checks(failures, addresses, row.id),
-                ],
-                self._config,
-                _large_enough(nodes, row),
-                now,
-                checks=checks,
-                cleared=failures.cleared,
-                tell=lambda judged: judged_told(judged, now),
-            )
-            for case, found in judged:
-                if isinstance(found, Dismissed):
-                    logger.info("node %s is not quarantined: %s", case.node_id[:8], found.why)
-        self._settled[row.id] = mark
-
-    def trains(self, row: JobRow, now: float) -> None:
-        """Take in, once an attempt, that the job trains: nodes that failed before, and were let
-        off because they were most of those it had, may be few beside those that have passed."""
-        if row.state is not JobState.RUNNING or self._trained.get(row.id) == row.attempt:
-            return
-        window_s = self._config.window_s
-        checks = self._store.nodes.checks(row.id, row.attempt, window_s, trains=True)
-        if checks:
-            nodes = _large_enough(self._groups.capacities(), row)
-            cleared = laid(checks).cleared
-            self._store.nodes.reconsider(
-                row.id, row.attempt, self._config, nodes, now, checks=checks, cleared=cleared
-            )
-        self._trained[row.id] = row.attempt
-
     def mend(self, row: JobRow, now: float) -> str:
         """See to it that every rank of the job has a node; empty, or what it waits for.
 
         Ranks move to spares at once; else to other nodes, which are taken here.
         """
-        self.settle(row, now)
+        self.settling.settle(row, now)
         with self._placing:
             before, row = row, self._store.job(row.id)
             if row.attempt != before.attempt or not row.state.holds_nodes:
@@ -377,8 +324,7 @@ class NodeDesk:
         self._kept.pop(row.id, None)
         self._short.pop(row.id, None)
         self._left.pop(row.id, None)
-        self._settled.pop(row.id, None)
-        self._trained.pop(row.id, None)
+        self.settling.forget(row.id)
 
     def wish(self, waiting: Sequence[JobRow], holding: Sequence[JobRow], now: float) -> None:
         """Tell the autoscaler what jobs wait for; it is told only when that changes."""
@@ -444,12 +390,6 @@ class NodeDesk:
                 f"there (recovery.no_other_node: continue). {why}."
             )
             self._store.note(row.id, EventDraft("node_kept", now, told, {"node_id": seat.node_id}))
-
-
-def _large_enough(nodes: Sequence[NodeCapacity], row: JobRow) -> list[NodeCapacity]:
-    """Those that a seat of the job would fit on, were nothing else there."""
-    need = need_of(row.spec)
-    return [n for n in nodes if n.total.get(need.resource, 0) >= need.slots]
 
 
 def _told_nodes(seats: Sequence[NodeSlot]) -> str:

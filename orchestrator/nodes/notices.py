@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from orchestrator.events import EventDraft
 from orchestrator.node_slot import NodeSlot, working
 from orchestrator.placement.accusation import Accusation
+from orchestrator.placement.docket import Dismissed, Shared
 from orchestrator.placement.placement import Barred, Mended, told_node
-from orchestrator.placement.quarantine import Dismissed, Shared
 from orchestrator.store.nodes import Judged
 from orchestrator.store.rows import JobRow
 

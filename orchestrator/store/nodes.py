@@ -21,8 +21,9 @@ from orchestrator.lifecycle import JobState
 from orchestrator.node_slot import working
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.checks import Checked
+from orchestrator.placement.docket import Dismissed, Docket, Shared
 from orchestrator.placement.placement import NodeCapacity
-from orchestrator.placement.quarantine import Dismissed, Docket, Quarantine, Shared
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.engine import Reads, Writes
 from orchestrator.store.rows import add_event, seats_in, stored_job

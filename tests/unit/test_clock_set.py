@@ -25,8 +25,9 @@ from orchestrator.instant import Instant
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes.desk import FILL_EVERY_S, KEEPERS_EVERY_S, UNWILLING_S
 from orchestrator.placement.accusation import Accusation
+from orchestrator.placement.docket import Dismissed
 from orchestrator.placement.placement import NodeCapacity
-from orchestrator.placement.quarantine import Dismissed, Quarantine
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.store.nodes import AHEAD_FOR_S

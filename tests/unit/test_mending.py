@@ -24,13 +24,13 @@ def test_a_spare_that_is_taken_as_an_attempt_is_asked_for_stands_in(
     job = running(plane, num_nodes=2, resources={"spares": 1})
     plane.groups.dead |= {"node1"}
     plane.groups.dead.discard("node2")
-    settle = plane.controller.desk.settle
+    settle = plane.controller.desk.settling.settle
 
     def meanwhile(row: JobRow, now: float) -> None:
         settle(row, now)
         plane.controller.desk.fill(plane.store.job(job), now + FILL_EVERY_S)
 
-    monkeypatch.setattr(plane.controller.desk, "settle", meanwhile)
+    monkeypatch.setattr(plane.controller.desk.settling, "settle", meanwhile)
     assert spares(plane, job) == []
     again = plane.controller.next_attempt(job, 1, "a node died")
     assert [node.node_id for node in again.nodes] == ["node0", "node2"]
@@ -42,7 +42,7 @@ def test_one_that_gave_its_nodes_back_as_an_attempt_is_asked_for_takes_none(
 ) -> None:
     plane = ControlPlane(tmp_path, 4, 4, 4)
     job = running(plane, num_nodes=2)
-    settle = plane.controller.desk.settle
+    settle = plane.controller.desk.settling.settle
 
     def meanwhile(row: JobRow, now: float) -> None:
         monkeypatch.undo()
@@ -51,7 +51,7 @@ def test_one_that_gave_its_nodes_back_as_an_attempt_is_asked_for_takes_none(
         plane.supervisors.done.add(job)
         plane.steps(2)
 
-    monkeypatch.setattr(plane.controller.desk, "settle", meanwhile)
+    monkeypatch.setattr(plane.controller.desk.settling, "settle", meanwhile)
     with pytest.raises(TransitionRefused):
         plane.controller.next_attempt(job, 1, "a rank died")
     assert not plane.groups.held.get(job) and plane.store.job(job).nodes == ()

@@ -120,7 +120,7 @@ def test_the_same_word_twice_counts_once(wide: ControlPlane) -> None:
     seen = incident(wide, job, "rank_died", 1)
     tell(wide, job, incidents=(seen.to_json(),))
     for _ in range(4):
-        wide.controller.desk.settle(row, wide.now)
+        wide.controller.desk.settling.settle(row, wide.now)
     (third,) = wide.told(job, "node_quarantined")
     assert "Ranks on it were lost 3 times" in third
     assert wide.controller.next_attempt(job, row.attempt, "again").nodes[0].node_id == "node2"
@@ -137,7 +137,7 @@ def test_who_takes_the_place_of_an_accused_node_is_not_accused_of_its_faults(
         assert wide.controller.desk.mend(wide.store.job(job), wide.now) == ""
         assert where(wide, job) == ["node0", "node3", "node2"]
     # Nor where the job ends before it begins.
-    wide.controller.desk.settle(wide.store.job(job), wide.now)
+    wide.controller.desk.settling.settle(wide.store.job(job), wide.now)
     (told,) = wide.told(job, "node_quarantined")
     assert "(node1)" in told
 

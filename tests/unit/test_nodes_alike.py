@@ -14,7 +14,8 @@ from orchestrator.lifecycle import Cause, JobState
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation
 from orchestrator.placement.checks import Checked
-from orchestrator.placement.quarantine import Docket, Quarantine, Shared, barring
+from orchestrator.placement.docket import Docket, Shared
+from orchestrator.placement.quarantine import Quarantine, barring
 from tests.unit.control_plane import ControlPlane, tell, where
 from tests.unit.test_preflight_blame import Supervised, go, left_out, of
 from tests.unit.test_quarantine import CONFIG, HUNG, checked, cluster, judged, quarantine
@@ -256,7 +257,7 @@ class TestTwoBadNodesInDirectSuccession:
         failed = {n: asdict(CLOCK) for n in where(plane, other)}
         event = EventDraft("preflight_failed", plane.now, "Failed.", {"failed": failed})
         tell(plane, other, events=(event,), transition=(JobState.RECOVERING, Cause.RANK_LOST))
-        plane.controller.desk.settle(plane.store.job(other), plane.now)
+        plane.controller.desk.settling.settle(plane.store.job(other), plane.now)
         trains(plane, job)
         assert "preflight" not in left_out(plane).values()
 

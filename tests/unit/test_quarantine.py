@@ -14,14 +14,9 @@ from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import Accusation, accused, machine_addresses
 from orchestrator.placement.checks import Checked
+from orchestrator.placement.docket import Dismissed, Docket, Shared
 from orchestrator.placement.placement import NodeCapacity
-from orchestrator.placement.quarantine import (
-    Dismissed,
-    Docket,
-    Quarantine,
-    Shared,
-    barring,
-)
+from orchestrator.placement.quarantine import Quarantine, barring
 from orchestrator.spec.config import QuarantineConfig
 
 HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False, "answer")

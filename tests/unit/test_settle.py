@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from launch.preflight import Failure
 from orchestrator.events import EventDraft
-from orchestrator.placement import quarantine
+from orchestrator.placement import docket
 from orchestrator.store import nodes as node_records
 from tests.unit.control_plane import ControlPlane, tell
 from tests.unit.test_preflight_blame import left_out
@@ -41,7 +41,7 @@ def all_fail(folder: Path, count: int) -> tuple[ControlPlane, str]:
 
 
 def settle(plane: ControlPlane, job: str) -> None:
-    plane.controller.desk.settle(plane.store.job(job), plane.now)
+    plane.controller.desk.settling.settle(plane.store.job(job), plane.now)
 
 
 @contextmanager
@@ -64,13 +64,13 @@ def test_the_store_is_read_once_and_nodes_are_compared_once_however_many_failed(
 ) -> None:
     reads: dict[int, int] = {}
     barrings: list[int] = []
-    true_barring = quarantine.barring
+    true_barring = docket.barring
 
     def barring(entries: Any, nodes: Any, *rest: Any) -> Any:
         barrings.append(len(nodes))
         return true_barring(entries, nodes, *rest)
 
-    monkeypatch.setattr(quarantine, "barring", barring)
+    monkeypatch.setattr(docket, "barring", barring)
     for count in (4, 16):
         plane, job = all_fail(tmp_path / str(count), count)
         barrings.clear()
@@ -112,7 +112,7 @@ def test_a_job_that_waits_asks_ray_and_the_records_no_more_than_whether_there_is
     with monkeypatch.context() as patch:
         patch.setattr(plane.groups, "capacities", lambda: pytest.fail("Ray was asked"))
         with statements() as seen:
-            plane.controller.desk.settle(row, plane.now)
+            plane.controller.desk.settling.settle(row, plane.now)
     assert all("max(" in asked for asked in seen if asked.startswith("SELECT"))
     # A controller that restarts looks once, and finds all of it stored.
     plane.controller = plane.new_controller()

@@ -14,8 +14,9 @@ from monitoring.config import DetectionConfig
 from monitoring.records import Incident
 from orchestrator.node_slot import NodeSlot
 from orchestrator.placement.accusation import accused
+from orchestrator.placement.docket import Dismissed, Docket
 from orchestrator.placement.placement import NodeCapacity
-from orchestrator.placement.quarantine import Dismissed, Docket, Quarantine
+from orchestrator.placement.quarantine import Quarantine
 from orchestrator.spec.config import QuarantineConfig
 from orchestrator.supervision.stragglers import Slow, Stragglers, incident_of, slow_nodes
 from tests.unit.scripted_job import Make, Script, spec
