@@ -61,17 +61,18 @@ class Admission:
         if queued and depends == self._admitted:
             return False
         self._admitted = None
-        first = turns(
-            (row.ticket for row in queued),
+        # Who could have nodes at no turn takes none: it would be the user's next job that waits.
+        rows = {row.id: row for row in queued if sight.fit(row).once_free}
+        order = turns(
+            (row.ticket for row in rows.values()),
             (row.ticket for row in holding),
-            self._store.served_at() if queued else {},
+            self._store.served_at() if rows else {},
         )
-        rows = {row.id: row for row in queued}
         ahead = ""
         waiting: list[JobRow] = []
         failed = False
         while rows and not ahead:
-            row = rows.pop(next(first).job)
+            row = rows.pop(next(order).job)
             admitted = self._turn(row, seen, partial(self._one, sight=sight, holding=holding))
             if admitted:
                 # The next pass sees what is left.
@@ -80,13 +81,11 @@ class Admission:
             failed |= admitted is None
             if admitted is not None:
                 waiting.append(row)
-                ahead = row.id if sight.fit(row).once_free else ""
+                ahead = row.id
         self._waits.ahead = ahead
         # Of those behind it nobody's place matters; who holds up nobody is told what it waits for.
-        behind: list[JobRow] = []
-        for row in rows.values():
+        for row in queued:
             if sight.fit(row).once_free:
-                behind.append(row)
                 continue
             admitted = self._turn(row, seen, partial(self._one, sight=sight, holding=()))
             if admitted:
@@ -95,7 +94,7 @@ class Admission:
             failed |= admitted is None
             if admitted is not None:
                 waiting.append(row)
-        self._waits.behind(behind, now)
+        self._waits.behind(list(rows.values()), now)
         self._desk.wish(waiting, holding, now)
         if queued and not failed:
             self._admitted = depends

@@ -83,8 +83,8 @@ def first(
     could_fit: Callable[[Ticket], bool],
 ) -> Ticket | None:
     """Who of ``waiting`` is given nodes before all others; who could not have them, though nothing
-    else ran, holds up nobody."""
-    return next((t for t in turns(waiting, holding, served_at) if could_fit(t)), None)
+    else ran, holds up nobody and takes no turn of its user's."""
+    return next(turns(filter(could_fit, waiting), holding, served_at), None)
 
 
 def victims(

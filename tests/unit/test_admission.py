@@ -100,6 +100,17 @@ def test_what_cannot_fit_before_a_quarantine_ends_holds_up_nobody(
     assert plane.store.controls.open() == {}, "nobody makes room in vain"
 
 
+def test_nor_does_it_take_its_users_turn(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    plane.controller.roll.quarantine("10.0.0.2", "Its RAM is replaced", "ops", None, plane.now)
+    big = plane.submit("big", by="alice", num_nodes=2)
+    next_one = plane.submit("next-one", by="alice")
+    of_bob = plane.submit("of-bob", by="bob")
+    plane.steps(2)
+    states = [plane.state(job) for job in (big, next_one, of_bob)]
+    assert states == ["queued", "starting", "queued"], "both hold nothing, and hers is older"
+
+
 def test_nor_does_what_is_left_out_for_one_job_alone_hold_up_another(tmp_path: Path) -> None:
     plane = ControlPlane(tmp_path, 4, 4)
     mine, other = (plane.submit(name, num_nodes=2) for name in ("mine", "other"))
