@@ -169,8 +169,9 @@ class Rescue:
             time.sleep(AGAIN_S)
             held = self._groups.copies(job)
         tried = self._try(last, held, patient=time.monotonic() < deadline)
-        while tried.may_pass and time.monotonic() < deadline:
-            # What ends ranks is often the storage, which comes back.
+        while tried.may_pass:
+            # What ends ranks is often the storage, which comes back. The last try is one without
+            # patience, however long those before it took.
             time.sleep(AGAIN_S)
             patient = time.monotonic() < deadline
             again = self._try(last, self._groups.copies(job), patient=patient)

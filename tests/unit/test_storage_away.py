@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -489,6 +490,26 @@ class TestRescue:
         job.write(10)
         job.hold(15)
         storage.within, storage.number = "step-00000010/manifest.json", errno.EIO
+        job.end()
+        storage.number = 0
+        assert job.on_disk() == [15, 10]
+
+    def test_nor_does_one_of_which_a_look_takes_all_the_time_that_there_is(
+        self, plane: ControlPlane, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = RestingJob(plane)
+        job.write(10)
+        job.hold(15)
+        storage.within, storage.number = "step-00000010/manifest.json", errno.EIO
+        ahead, points = [0.0], checkpoint_shelf.CheckpointShelf.points
+
+        def slow(shelf: checkpoint_shelf.CheckpointShelf) -> object:
+            ahead[0] += STORAGE_S
+            return points(shelf)
+
+        monkeypatch.setattr(checkpoint_shelf.CheckpointShelf, "points", slow)
+        clock = SimpleNamespace(monotonic=lambda: ahead[0], sleep=lambda seconds: None)
+        monkeypatch.setattr("orchestrator.nodes.rescue.time", clock)
         job.end()
         storage.number = 0
         assert job.on_disk() == [15, 10]
