@@ -127,9 +127,11 @@ class RaySupervisors:
             return Presence.ABSENT
         if known.run is not None:
             ready, _ = ray.wait([known.run], timeout=0)
-            if ready:
-                known.words = self._end_of(job, known.run)
+            if ready and (words := self._end_of(job, known.run)) is not None:
+                known.words = words
                 return Presence.DONE
+            if ready:
+                known.run = None
         if known.ping is None:
             known.ping, known.asked_at = known.actor.ping.remote(), now
         ready, _ = ray.wait([known.ping], timeout=0)
@@ -142,6 +144,10 @@ class RaySupervisors:
         answer, known.ping, known.answered = known.ping, None, True
         try:
             going = ray.get(answer)
+        except ray.exceptions.ActorUnavailableError:
+            # A broken connection, which may be there again: asked anew, in the same patience.
+            known.ping = known.actor.ping.remote()
+            return Presence.WORKING
         except Exception as error:  # noqa: BLE001 — whatever it is, it didn't answer
             logger.warning("the supervisor of %s is lost: %s", job, _first_line(error))
             known.words = LastWords(_first_line(error))
@@ -191,11 +197,14 @@ class RaySupervisors:
             self._known[job] = _Known(actor, None)
         return self._known[job]
 
-    def _end_of(self, job: str, run: Any) -> LastWords:
+    def _end_of(self, job: str, run: Any) -> LastWords | None:
+        """How its ``run`` ended; None where Ray lost sight of it, and of whether it has."""
         import ray
 
         try:
             ray.get(run)
+        except ray.exceptions.ActorUnavailableError:
+            return None
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             logger.exception("the supervisor of %s raised", job)

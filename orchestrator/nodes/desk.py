@@ -192,7 +192,7 @@ class NodeDesk:
                     lost=lost,
                     barred=barred,
                     waits=row.spec.recovery.no_other_node == "wait",
-                    numbered=max((s.bundle for s in self._left.get(row.id, ())), default=-1),
+                    numbered=self._numbered(row.id),
                 )
                 if isinstance(plan, Short):
                     self._short[row.id] = plan.missing
@@ -282,7 +282,11 @@ class NodeDesk:
                 if seat.spare and (seat.node_id not in alive or seat.node_id in barred)
             ]
             kept = tuple(seat for seat in row.nodes if seat not in bad)
-            found = fill(row.nodes, need, nodes, barred, {seat.bundle for seat in bad})
+            lost = {seat.bundle for seat in bad}
+            found = fill(row.nodes, need, nodes, barred, lost)
+            if found:
+                numbered = self._numbered(row.id)
+                found = fill(row.nodes, need, nodes, barred, lost, numbered=numbered)
             if found and self._take(row, found, now):
                 found = ()
             if not found and not bad:
@@ -344,6 +348,12 @@ class NodeDesk:
             self._wished = shapes
 
     # -- how it is done
+
+    def _numbered(self, job: str) -> int:
+        """The largest number of a seat that the job holds, or has left and not given back; a
+        controller before this one may have known of it alone."""
+        left = {seat.bundle for seat in self._left.get(job, ())}
+        return max(left | self._groups.seats_held().get(job, set()), default=-1)
 
     def _take(self, row: JobRow, seats: Sequence[NodeSlot], now: float) -> list[NodeSlot]:
         """Those that Ray didn't grant; they are passed over for a while."""

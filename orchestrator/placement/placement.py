@@ -251,12 +251,15 @@ def fill(
     nodes: Sequence[NodeCapacity],
     barred: Collection[str] = (),
     lost: Collection[int] = (),
+    *,
+    numbered: int = -1,
 ) -> tuple[NodeSlot, ...]:
     """Spares to take so that the group has as many as were asked for, as far as nodes are free;
-    those whose numbers are ``lost`` count no more."""
+    those whose numbers are ``lost`` count no more. ``numbered``: the largest number of a seat that
+    the group has left and that isn't free."""
     missing = need.spares - sum(seat.spare and seat.bundle not in lost for seat in group)
     others = ready_nodes(need, nodes, barred, {seat.node_id for seat in group})
-    fresh = max((seat.bundle for seat in group), default=-1) + 1
+    fresh = max(numbered, *(seat.bundle for seat in group), -1) + 1
     return tuple(
         NodeSlot(node.node_id, node.address, fresh + i, need.slots, True)
         for i, node in enumerate(others[: max(missing, 0)])

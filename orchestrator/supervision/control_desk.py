@@ -1,15 +1,16 @@
 """Where a supervisor keeps what people ask, from its arrival to its answer. No I/O.
 
 Promises: safe from any thread where it says so; one that comes again (the controller sends
-until it has an answer) is taken once; they are taken in the order in which they came; what
-an earlier supervisor decided is not decided again.
+until it has an answer) is taken once; they are taken in the order in which they came, but for a
+stop, which need not wait for what can't be done yet; what an earlier supervisor decided is not
+decided again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from orchestrator.actions import Action
 from orchestrator.recovery.controls import Control
@@ -36,15 +37,15 @@ class ControlDesk:
             self._waiting.extend(new)
             return bool(new)
 
-    def first(self) -> Control | None:
-        """The one whose turn it is."""
+    def first(self, kinds: Container[str] | None = None) -> Control | None:
+        """The one whose turn it is, of these kinds."""
         with self._arriving:
-            return self._waiting[0] if self._waiting else None
+            return next((c for c in self._waiting if kinds is None or c.kind in kinds), None)
 
-    def take(self) -> Control:
+    def take(self, control: Control) -> None:
         """Its turn has come."""
         with self._arriving:
-            return self._waiting.popleft()
+            self._waiting.remove(control)
 
     def decided(self, control: Control) -> Action | None:
         """What a supervisor before this one decided on it."""

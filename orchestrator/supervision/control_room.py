@@ -81,8 +81,13 @@ class ControlRoom:
 
     def turn(self, now: float) -> None:
         """Do those whose turn it is."""
-        while (control := self._desk.first()) is not None and self._can_do(control):
-            self._desk.take()
+        while (control := self._desk.first()) is not None:
+            if not self._can_do(control):
+                # Of what waits for ranks that train, a stop needs none.
+                control = self._desk.first(STOPS)
+                if control is None or not self._can_do(control):
+                    return
+            self._desk.take(control)
             self._do(control, now)
 
     def applied(self, report: RankReport | StepPart, now: float) -> None:

@@ -493,6 +493,16 @@ class TestPause:
         assert job.settled().states[-1] == asked[kind]
         assert SnapshotKey("scripted-000001", 1, 0, 0, 10) in job.ranks.copies()
 
+    def test_it_does_not_queue_behind_what_waits_for_ranks_that_train(self, bench: Make) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.importing = True
+        job.ranks.lose(0)
+        job.step()
+        job.supervision.ask([precision("bf16", "layers.*"), control("pause", "k2")])
+        job.step()
+        assert job.settled().states[-1] == ("paused", "PAUSE_ASKED")
+
     def test_what_a_storage_that_fails_would_not_take_is_waited_for(self, bench: Make) -> None:
         job = bench()
         job.train(12)

@@ -76,3 +76,29 @@ def test_a_node_that_was_left_since_the_pass_read_its_job_keeps_what_it_holds(
     tell(plane, job, transition=(JobState.RUNNING, Cause.RECOVERED))
     plane.controller.desk.leave(plane.store.job(job))
     assert plane.groups.held[job].keys() == {0, 2}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_spare_gets_no_number_of_a_seat_that_was_left_and_still_holds_copies(
+    tmp_path: Path, restarts: bool
+) -> None:
+    plane = ControlPlane(tmp_path, 4, 4, 4)
+    job = running(plane, num_nodes=3, resources={"min_nodes": 1, "spares": 1})
+    before = plane.store.job(job)
+    holds = plane.groups.keepers[job] = {seat.bundle: Keeper() for seat in before.nodes}
+    holds[2].put(SnapshotKey(job, 1, 0, 9, 410), b"state", digest_of(b"state"))
+    bad = Quarantine("node2", "10.0.0.3", "by_hand", "a bad NIC", "alice", "", plane.now, None)
+    plane.store.nodes.quarantine(bad, [])
+    tell(plane, job, transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    plane.controller.next_attempt(job, 1, "rank 9 died")
+    if restarts:
+        plane.controller = plane.new_controller()
+    plane.groups.total["node3"] = 4
+    plane.steps(10)
+    held = {number: seat.node_id for number, seat in plane.groups.held[job].items()}
+    assert held == {0: "node0", 1: "node1", 2: "node2", 3: "node3"}
+    tell(plane, job, transition=(JobState.RUNNING, Cause.RECOVERED))
+    plane.steps(300)
+    held = {number: seat.node_id for number, seat in plane.groups.held[job].items()}
+    assert held == {0: "node0", 1: "node1", 3: "node3"}
+    assert {s.bundle for s in plane.store.job(job).nodes} == held.keys()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from orchestrator.controller.supervisors import (
     SILENCE_S,
@@ -107,3 +107,32 @@ def test_one_that_nobody_told_to_run_is_told_apart_from_one_that_ended(
 
 def test_a_supervisor_has_not_begun_before_it_is_told_to_run() -> None:
     assert Supervisor().ping() is None
+
+
+def test_one_that_cannot_be_reached_for_a_moment_is_not_lost(
+    answers: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unavailable = True
+
+    def get(reference: str) -> bool:
+        if unavailable:
+            raise ActorUnavailableError("connection reset by peer", None)
+        return True
+
+    monkeypatch.setattr(ray, "get", get)
+    actor = SimpleNamespace(ping=SimpleNamespace(remote=lambda: "ping"))
+    supervisors = RaySupervisors(object)
+    supervisors._known["job"] = _Known(actor, "run")
+    # Both calls are broken off: whether it still runs is for itself to say.
+    answers |= {"run", "ping"}
+    for second in range(30):
+        assert supervisors.look("job", float(second)) is Presence.WORKING
+    unavailable = False
+    assert supervisors.look("job", 31.0) is Presence.WORKING
+    unavailable = True
+    answers.clear()
+    assert supervisors.look("job", 32.0) is Presence.WORKING
+    answers |= {"ping"}
+    assert supervisors.look("job", 33.0) is Presence.WORKING
+    answers.clear()
+    assert supervisors.look("job", 33.0 + SILENCE_S) is Presence.DONE, "no longer than any silence"
