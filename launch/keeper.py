@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +53,8 @@ class Inventory:
     """Size of each snapshot, oldest first."""
     total_nbytes: int
     """Memory that its snapshots take, of all jobs."""
+    worlds: dict[SnapshotKey, int] = field(default_factory=dict)
+    """Ranks of the job that each snapshot is a part of; 0 where it doesn't say."""
 
 
 class Keeper:
@@ -71,6 +73,7 @@ class Keeper:
         self._lock = threading.Lock()
         self._held: dict[tuple[str, int], dict[SnapshotKey, StoredSnapshot]] = {}
         self._replicated: set[SnapshotKey] = set()
+        self._worlds: dict[SnapshotKey, int] = {}
         self._ranks = Enlisted(name)
 
     def ping(self) -> bool:
@@ -99,12 +102,14 @@ class Keeper:
         # A copy of its own: the object store may free the sender's when the sender dies.
         snapshot = StoredSnapshot(np.array(np.frombuffer(payload, dtype=np.uint8)), digest)
         refuse_damaged(snapshot, key.rank, key.step, "memory")
+        world = ranks_of(snapshot.payload)
         with self._lock:
             held = self._held.setdefault((key.job, key.rank), {})
             for other in list(held):
                 if _given_up(other, key):
                     self._forget(held, other)
             held[key] = snapshot
+            self._worlds[key] = world
             if replicated:
                 self._replicated.add(key)
             for surplus in self._surplus(held):
@@ -143,14 +148,17 @@ class Keeper:
         """What is held of ``job``, and how much memory all that is held takes."""
         with self._lock:
             sizes = {k: len(s.payload) for held in self._held.values() for k, s in held.items()}
+            worlds = {key: world for key, world in self._worlds.items() if key.job == job}
         mine = sorted((key for key in sizes if key.job == job), key=SnapshotKey.order)
-        return Inventory({key: sizes[key] for key in mine}, sum(sizes.values()))
+        return Inventory({key: sizes[key] for key in mine}, sum(sizes.values()), worlds)
 
     def retain(self, job: str, ranks: Collection[int]) -> None:
         """Forget other ranks of ``job``: after a change of nodes they are somebody else's."""
         with self._lock:
             for owner in [o for o in self._held if o[0] == job and o[1] not in ranks]:
-                self._replicated.difference_update(self._held.pop(owner))
+                for key in self._held.pop(owner):
+                    self._replicated.discard(key)
+                    del self._worlds[key]
 
     def drop(self, job: str) -> None:
         """Forget ``job``."""
@@ -168,7 +176,7 @@ class Keeper:
         return [key for key in ordered if key not in staying]
 
     def _forget(self, held: dict[SnapshotKey, StoredSnapshot], key: SnapshotKey) -> None:
-        del held[key]
+        del held[key], self._worlds[key]
         self._replicated.discard(key)
 
 

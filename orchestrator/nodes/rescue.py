@@ -3,7 +3,8 @@
 Ranks that are told to stop write their last state themselves. Where there are none left that could
 (they died, and the job is paused for a person, cancelled or failed before the next attempt), the
 keepers still hold every rank's newest snapshot, and would take it along when they end. Promises:
-what is written is what the next attempt would have started from; nothing is written where disk has
+what is written is what the next attempt would have started from, or could have, had its ranks been
+as many as those that made it (a checkpoint fits any degrees); nothing is written where disk has
 that step, or a later one, already; a job's nodes wait for it for a bounded time, and as long for a
 storage that fails or doesn't say what it has; what is lost is told; no pass waits.
 """
@@ -16,10 +17,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from launch.attempt_folder import AttemptOverError
@@ -39,7 +41,10 @@ from orchestrator.protocol import BY_KEEPERS, FencedError, ResumeState, whole_hi
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import STORAGE_S, CheckpointShelf
 from orchestrator.saved.closing import WHOLE_RECORDS, write_closing
-from orchestrator.saved.restore import candidates, points_in_memory
+from orchestrator.saved.restore import Made, candidates, points_in_memory
+from orchestrator.spec.completion import slots_per_node
+from orchestrator.spec.degrees import DegreesRefusedError, on_nodes
+from orchestrator.spec.job import JobSpec
 from orchestrator.store.database import Store
 from orchestrator.store.rows import JobRow
 
@@ -208,17 +213,18 @@ class Rescue:
 
     def _try(self, last: ResumeState, held: Mapping[int, Inventory], *, patient: bool) -> _Try:
         """``patient``: while disk doesn't say what it has, nothing is written to it."""
-        world = sum(node.slots for node in last.nodes)
-        spec = last.spec
-        shelf = CheckpointShelf(last.job_dir, spec.checkpoint.num_to_keep, world, facts_of(spec))
+        spec, ranks = last.spec, sum(node.slots for node in last.nodes)
+        shelf = CheckpointShelf(last.job_dir, spec.checkpoint.num_to_keep, ranks, facts_of(spec))
         told: list[EventDraft] = []
         on_disk = shelf.points()
         newest = max((point.step for point in on_disk), default=-1)
-        for point in worth_keeping(held, on_disk, last, world):
+        for point in worth_keeping(held, on_disk, last):
             if patient and shelf.unseen:
                 told.append(_told(point.step, shelf.unseen, self._clock()))
                 return _Try(told, True, newest)
             seats, nbytes = holders(held, point)
+            world = sum(map(len, seats.values()))
+            shelf.resize(world, facts_of(_of_ranks(spec, world)))
             order = DiskOrder(
                 Path(last.job_dir), last.attempt, last.timeline, seats, world, patience_s(nbytes)
             )
@@ -252,13 +258,22 @@ def worth_keeping(
     held: Mapping[int, Inventory],
     on_disk: Sequence[RestorePoint],
     last: ResumeState,
-    world_size: int,
 ) -> list[RestorePoint]:
-    """Points in memory that a next attempt would take before any on disk, best first. Pure."""
-    keys = {key for inventory in held.values() for key in inventory.nbytes}
+    """Points in memory that a next attempt would take before any on disk, best first. Pure.
+
+    With resources.min_nodes some may be of more or fewer ranks than the last attempt has.
+    """
+    ranks = sum(node.slots for node in last.nodes)
+    of: dict[int, set[SnapshotKey]] = {}
+    for inventory in held.values():
+        for key in inventory.nbytes:
+            of.setdefault(inventory.worlds.get(key) or ranks, set()).add(key)
+    whole = [point for world, keys in of.items() for point in points_in_memory(keys, world)]
+    made: list[Made] = [*on_disk, *chain.from_iterable(of.values())]
+    in_memory = [point for point in whole if not _passed_by(point, made)]
     snapshots = last.spec.snapshots
     found = candidates(
-        [*points_in_memory(keys, world_size), *on_disk],
+        [*in_memory, *on_disk],
         last.actions,
         recorded=last.step,
         reach=snapshots.every * snapshots.keep,
@@ -271,6 +286,19 @@ def worth_keeping(
             break
         worth.append(point)
     return worth
+
+
+def _passed_by(point: RestorePoint, made: Iterable[Made]) -> bool:
+    """Whether a later attempt began before ``point``: what it trained stands in its place."""
+    return any(other.attempt > point.attempt and other.step < point.step for other in made)
+
+
+def _of_ranks(spec: JobSpec, world_size: int) -> JobSpec:
+    """``spec`` with the degrees that so many ranks have of it."""
+    try:
+        return on_nodes(spec, world_size // slots_per_node(spec))
+    except DegreesRefusedError:
+        return spec
 
 
 def holders(

@@ -53,13 +53,18 @@ class RestingJob:
         held = self.plane.groups.keepers.setdefault(self.id, {0: Keeper(), 1: Keeper()})
         for keeper in held.values():
             for rank in ranks:
-                self._put(keeper, rank, step, **of)
+                self.put(keeper, rank, step, **of)
 
-    def _put(
-        self, keeper: Keeper, rank: int, step: int, degrees: Sequence[int] = (2, 2, 1)
+    def put(
+        self,
+        keeper: Keeper,
+        rank: int,
+        step: int,
+        degrees: Sequence[int] = (2, 2, 1),
+        attempt: int = 1,
     ) -> None:
         payload = state(rank, step, degrees)
-        keeper.put(SnapshotKey(self.id, 1, 0, rank, step), payload, digest_of(payload))
+        keeper.put(SnapshotKey(self.id, attempt, 0, rank, step), payload, digest_of(payload))
 
     def write(self, step: int) -> None:
         """A checkpoint that the ranks made."""
@@ -70,11 +75,12 @@ class RestingJob:
             write_rank_file(self.folder, key, payload, digest_of(payload))
         commit_checkpoint(self.folder, step, 1, range(WORLD))
 
-    def end(self, word: JobState = JobState.PAUSED, *actions: Action) -> None:
+    def end(self, word: JobState = JobState.PAUSED, *actions: Action, attempt: int = 1) -> None:
         """Its supervisor says so, and is gone."""
         causes = {JobState.PAUSED: Cause.BUDGET_SPENT, JobState.FAILED: Cause.ERROR}
         causes[JobState.SUCCEEDED] = Cause.STEPS_DONE
-        self._tell(2, causes[word], word, actions=actions)
+        sequence = 2 if attempt == 1 else 1
+        self._tell(sequence, causes[word], word, attempt=attempt, actions=actions)
         self.plane.supervisors.done.add(self.id)
         self.rest()
 
@@ -92,9 +98,11 @@ class RestingJob:
     def on_disk(self) -> list[int]:
         return [checkpoint.step for checkpoint in list_checkpoints(self.folder)]
 
-    def _tell(self, sequence: int, cause: Cause, state: JobState, **told: Any) -> None:
+    def _tell(
+        self, sequence: int, cause: Cause, state: JobState, attempt: int = 1, **told: Any
+    ) -> None:
         batch = SupervisorBatch(sequence, transition=(state, cause), **told)
-        assert self.plane.controller.report(self.id, 1, batch).accepted
+        assert self.plane.controller.report(self.id, attempt, batch).accepted
 
 
 @pytest.mark.parametrize("word", [JobState.PAUSED, JobState.FAILED])
@@ -168,7 +176,19 @@ def test_a_job_that_succeeded_has_written_what_it_was_for(plane: ControlPlane) -
     assert job.on_disk() == []
 
 
-def test_copies_of_ranks_of_other_degrees_are_told_and_leave_the_disk_as_it_was(
+def test_copies_of_more_ranks_than_the_last_attempt_had_are_written_with_all_of_them(
+    plane: ControlPlane,
+) -> None:
+    job = RestingJob(plane)
+    job.write(10)
+    job.hold(15, ranks=range(8), degrees=(2, 4, 1))
+    job.end()
+    newest = max(list_checkpoints(job.folder), key=lambda checkpoint: checkpoint.step)
+    assert (newest.step, set(newest.files)) == (15, set(range(8)))
+    assert newest.run["parallelism"]["data"] == 4 and not plane.told(job.id, "checkpoint_failed")
+
+
+def test_copies_of_more_ranks_of_which_some_are_lost_leave_the_disk_as_it_was(
     plane: ControlPlane,
 ) -> None:
     job = RestingJob(plane)
@@ -176,8 +196,19 @@ def test_copies_of_ranks_of_other_degrees_are_told_and_leave_the_disk_as_it_was(
     job.hold(15, degrees=(2, 4, 1))
     job.end()
     assert job.on_disk() == [10]
-    (told,) = plane.told(job.id, "checkpoint_failed")
-    assert "step 15" in told and "ranks of other degrees" in told
+
+
+def test_what_a_smaller_attempt_trained_anew_is_not_passed_by(plane: ControlPlane) -> None:
+    job = RestingJob(plane)
+    job.hold(15, ranks=range(8), degrees=(2, 4, 1))
+    plane.controller.next_attempt(job.id, 1, "a node died")
+    # It went back to the seed, on fewer nodes; a keeper that it has none of its ranks on knows
+    # nothing of that.
+    own = plane.groups.keepers[job.id][2] = Keeper()
+    for rank in range(WORLD):
+        job.put(own, rank, 5, attempt=2)
+    job.end(attempt=2)
+    assert job.on_disk() == [5]
 
 
 def test_where_the_newest_copy_is_damaged_the_one_before_it_is_kept(
