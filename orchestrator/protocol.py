@@ -123,8 +123,9 @@ class ResumeState:
     batches: Mapping[int, int] = field(default_factory=dict)
     """Batch of each of the newest steps recorded (``orchestrator.recovery.resume.batches_of``)."""
     written: tuple[Mapping[str, Any], ...] = ()
-    """The newest events that tell of a checkpoint, oldest first: without them nobody could say
-    whether a job of which nothing is found has saved anything."""
+    """The newest events that tell of a checkpoint or of an action, in the order in which they were
+    stored: without them nobody could say whether a job of which nothing is found has saved
+    anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ REPORT_LAG = 64
 NEWEST_STEPS = 512
 """Records whose batches the next attempt knows: a rollback skips no further back by far."""
 
-NEWEST_CHECKPOINTS = 512
-"""Events of written checkpoints that it knows; far fewer of them are kept."""
+NEWEST_WRITTEN = 1024
+"""Events of written checkpoints and of actions that it knows; far fewer checkpoints are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,16 @@ memory, the rank's own node's or a partner's, makes no difference here: it is th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from launch.commands import RestorePoint
-from orchestrator.actions import Action
+from orchestrator.actions import Action, ActionKind
 
 WRITTEN = "checkpoint_written"
 """Kind of the event that tells of a checkpoint."""
+
+WRITTEN_OR_BACK = (WRITTEN, *get_args(ActionKind))
+"""Kinds of the events that tell of a checkpoint, or of an action: it may go back."""
 
 
 class Made(Protocol):
@@ -89,19 +92,17 @@ def choose(
     return newest if newest.step - start > reach else seen
 
 
-def newest_written(
-    events: Iterable[Mapping[str, Any]], actions: Iterable[Mapping[str, Any]]
-) -> int:
+def newest_written(events: Iterable[Mapping[str, Any]]) -> int:
     """The newest checkpoint that a job's events tell of and that no action went back from since,
-    by its step; 0 for none."""
-    told = [(e["time"], "written", e["detail"]["step"]) for e in events if e["kind"] == WRITTEN]
-    told += [(a["time"], "back", a["to_step"]) for a in actions if a.get("to_step") is not None]
+    by its step; 0 for none. The events are in the order in which they were stored: clocks differ
+    between heads, and are set back."""
     standing: set[int] = {0}
-    for _, what, step in sorted(told):
-        if what == "written":
-            standing.add(int(step))
-        else:
-            standing = {other for other in standing if other <= step} | {0}
+    for event in events:
+        detail = event["detail"]
+        if event["kind"] == WRITTEN:
+            standing.add(int(detail["step"]))
+        elif event["kind"] in WRITTEN_OR_BACK and detail.get("to_step") is not None:
+            standing = {step for step in standing if step <= detail["to_step"]} | {0}
     return max(standing)
 
 

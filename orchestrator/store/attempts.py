@@ -18,13 +18,13 @@ from orchestrator.lifecycle import Cause, JobState, TransitionRefused, state_nam
 from orchestrator.node_slot import NodeSlot, working
 from orchestrator.protocol import Acknowledgement, FencedError, ResumeState, SupervisorBatch
 from orchestrator.recovery.resume import (
-    NEWEST_CHECKPOINTS,
     NEWEST_STEPS,
+    NEWEST_WRITTEN,
     batches_of,
     fired_drills,
     standing,
 )
-from orchestrator.saved.restore import WRITTEN
+from orchestrator.saved.restore import WRITTEN_OR_BACK
 from orchestrator.spec.degrees import on_nodes
 from orchestrator.store.batches import detector_state_of, store_batch
 from orchestrator.store.engine import Reads, Writes
@@ -142,7 +142,7 @@ class AttemptRecords:
             spares=tuple(node for node in row.nodes if node.spare),
             batches=batches_of(reversed(batches)),
             placement_group=row.placement_group,
-            written=tuple(self._past.newest_events(job, (WRITTEN,), NEWEST_CHECKPOINTS)),
+            written=tuple(self._past.newest_events(job, WRITTEN_OR_BACK, NEWEST_WRITTEN)),
         )
 
     def record(

@@ -30,7 +30,7 @@ from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import JobHistory, ResumeState, StepContext
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.saved.closing import LIGHT_RECORDS, WHOLE_RECORDS, write_closing
-from orchestrator.saved.restore import WRITTEN, newest_written
+from orchestrator.saved.restore import WRITTEN, WRITTEN_OR_BACK, newest_written
 from orchestrator.spec.backend import backend_of
 from orchestrator.supervision.notices import backend_chosen, backend_detail, decided, seen
 from orchestrator.supervision.outbox import Outbox, Told
@@ -161,7 +161,7 @@ class Journal:
 
     def newest_checkpoint(self) -> int:
         """Step of the newest checkpoint that was told as written and still counts; 0 for none."""
-        return newest_written(self._written, self._actions)
+        return newest_written(self._written)
 
     def step_time_s(self) -> float:
         """Seconds that a step takes, as the newest ones did; without end where none is known."""
@@ -215,6 +215,6 @@ class Journal:
         logger.info("%s: %s", notice.kind, message)
         event = EventDraft(notice.kind, now, message, without_in(notice.detail, self._secrets))
         self._events.append(asdict(event))
-        if event.kind == WRITTEN:
+        if event.kind in WRITTEN_OR_BACK:
             self._written.append(self._events[-1])
         return event

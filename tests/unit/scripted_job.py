@@ -49,7 +49,7 @@ from orchestrator.protocol import (
 )
 from orchestrator.recovery.controls import ControlAnswer
 from orchestrator.recovery.resume import batches_of, standing
-from orchestrator.saved.restore import WRITTEN
+from orchestrator.saved.restore import WRITTEN_OR_BACK
 from orchestrator.spec.job import JobSpec
 from orchestrator.supervision.outbox import ControllerUnreachableError
 from orchestrator.supervision.phases import Phase
@@ -148,7 +148,7 @@ class ScriptedController:
             ),
             placement_group="",
             batches=batches_of((s["step"], s["batch"]) for s in self.steps),
-            written=tuple(asdict(e) for e in self.events if e.kind == WRITTEN),
+            written=tuple(asdict(e) for e in self.events if e.kind in WRITTEN_OR_BACK),
         )
 
     def history(self, job: str, after: PastMark | None = None) -> JobHistory:

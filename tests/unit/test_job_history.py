@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from monitoring.records import Incident, StepRecord
 from orchestrator.events import EventDraft
 from orchestrator.protocol import JobHistory, PastMark, SupervisorBatch, whole_history
+from orchestrator.saved.restore import newest_written
 from orchestrator.store.database import Store
 from orchestrator.store.tables import events, steps
 from orchestrator.supervision.outbox import ControllerUnreachableError
@@ -165,6 +166,17 @@ class TestTheNextSupervisor:
         assert store.attempts.record(job, 1, batch, 5.0).accepted
         resume = store.attempts.begin(job, "lost", 6.0)
         assert [event["detail"]["step"] for event in resume.written] == [0, 1, 2]
+
+    def test_a_clock_that_is_set_back_hides_no_checkpoint(self, store: Store) -> None:
+        job = started(store)
+        ahead = 3600.0
+        told = (
+            EventDraft("checkpoint_written", ahead, "written", {"step": 50}),
+            EventDraft("rollback", ahead + 60, "it went back", {"step": 70, "to_step": 50}),
+            EventDraft("checkpoint_written", 300.0, "written", {"step": 100}),
+        )
+        assert store.attempts.record(job, 1, SupervisorBatch(1, told), 5.0).accepted
+        assert newest_written(store.attempts.begin(job, "lost", 6.0).written) == 100
 
 
 def test_the_newest_events_of_a_kind_come_oldest_first(store: Store) -> None:

@@ -421,15 +421,16 @@ class TestNothingToStartFrom:
         assert len(job.ranks.attempts) == 1 and job.ranks.attempts[0][0].restore is None
 
     def test_what_was_gone_back_from_counts_as_never_written(self) -> None:
-        def written(at: float, step: int) -> dict[str, Any]:
-            return {"time": at, "kind": "checkpoint_written", "detail": {"step": step}}
+        def written(step: int) -> dict[str, Any]:
+            return {"kind": "checkpoint_written", "detail": {"step": step}}
 
-        def back(at: float, step: int | None) -> dict[str, Any]:
-            return {"time": at, "kind": "rollback", "to_step": step}
+        def told(kind: str, to_step: int | None) -> dict[str, Any]:
+            return {"kind": kind, "detail": {"to_step": to_step}}
 
-        assert newest_written([], []) == 0
-        events = [written(1.0, 10), written(2.0, 20), written(5.0, 15)]
-        assert newest_written(events, [back(9.0, None)]) == 20
-        assert newest_written(events, [back(3.0, 12)]) == 15
-        assert newest_written(events, [back(6.0, 12)]) == 10
-        assert newest_written(events, [back(6.0, 0)]) == 0
+        assert newest_written([]) == 0
+        three = [written(10), written(20), written(15)]
+        assert newest_written([*three, told("rollback", None)]) == 20
+        assert newest_written([*three[:2], told("rollback", 12), three[2]]) == 15
+        assert newest_written([*three, told("restart", 12)]) == 10
+        assert newest_written([*three, told("rollback", 0)]) == 0
+        assert newest_written([*three, told("way_back_missed", 12)]) == 20
