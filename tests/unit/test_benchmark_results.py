@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.results import (
+    Report,
     at_least,
     at_most,
     from_json,
@@ -31,6 +32,14 @@ def test_an_aim_is_met_by_the_median_and_by_no_run_that_failed() -> None:
     assert [row.met for row in ROWS] == [True, False, False]
     assert measured("x", "y", [1.0], "s", aim=at_most(2.0), hangs=1).met is False
     assert measured("x", "y", [1.0], "s").met is None
+
+
+def test_an_aim_of_none_at_all_is_missed_by_one_run_of_many() -> None:
+    losses = measured("steps of another loss", "demo", [0, 0, 0, 0, 107], "", aim=at_most(0))
+    assert (losses.median, losses.met) == (0, False)
+    assert "at most 0, each: **not met**" in markdown([Report("bench_a", (losses,))])
+    assert measured("x", "y", [0, 0], "", aim=at_most(0)).met is True
+    assert measured("x", "y", [1.0, 1.0, 9.0], "s", aim=at_most(2.0)).met is True
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
