@@ -6,8 +6,9 @@
 The demo's model without its drill: telemetry every step, snapshots, detectors, store, W&B
 offline and standby workers on one side; on the others the plain script under torchrun and under
 DeepSpeed's launcher, and its loop as a TorchTrainer's training function, with nothing of that. The
-sides take turns; each round gives ratios of medians to torchrun's. All must show the same losses to
-the bit.
+sides take turns. A run's time a step is the mean over its second half, so that what Octavo does
+each tenth step (snapshots, replica checks) and each hundredth (a checkpoint) is in it; each round
+gives a ratio to torchrun's. All must show the same losses to the bit.
 
 A layout is pipeline x data. On two cores the demo's 2x2 leaves no core free: all that Octavo
 does beside training takes its time from a rank, which is the worst that can be. 1x1 leaves it a

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,7 +48,8 @@ class Run:
     first_step_s: float
     """From the command to the end of the first step."""
     step_s: float
-    """Median seconds between the ends of successive steps, in the second half of the run."""
+    """Mean seconds between the ends of successive steps, in the second half of the run: what is
+    done each tenth or hundredth step counts as what it takes."""
     losses: tuple[float, ...]
     gaps: tuple[float, ...] = ()
     """Seconds between the ends of successive steps, in the second half of the run."""
@@ -86,7 +87,7 @@ def under_octavo(client: Client, spec: JobSpec) -> Run:
     state = client.job(job)["state"]
     if state != "succeeded":
         raise SideError(f"{job} ended as {state}")
-    return replace(_run(began, times, losses), job=job)
+    return replace(run_of(began, times, losses, spec.training.steps), job=job)
 
 
 def under_torchrun(spec: JobSpec, folder: Path) -> Run:
@@ -128,7 +129,8 @@ def under_ray_train(
         env = {**env, **_token(joined.token)}
     run_to_end(command, folder / "log.txt", LIMIT_S, env)
     told = json.loads(out.read_text())
-    return _run(told["began"], [row[0] for row in told["rows"]], [row[1] for row in told["rows"]])
+    times, losses = ([row[of] for row in told["rows"]] for of in (0, 1))
+    return run_of(told["began"], times, losses, spec.training.steps)
 
 
 RAY_TRAIN = {
@@ -177,7 +179,8 @@ def _plain(
     began = time.time()
     run_to_end([*launcher, script, str(file), "--out", str(out)], folder / "log.txt", LIMIT_S, env)
     rows = json.loads(out.read_text())
-    return _run(began, [row[0] for row in rows], [row[1] for row in rows])
+    times, losses = ([row[of] for row in rows] for of in (0, 1))
+    return run_of(began, times, losses, spec.training.steps)
 
 
 def _files(spec: JobSpec, folder: Path) -> tuple[Path, Path]:
@@ -189,11 +192,15 @@ def _files(spec: JobSpec, folder: Path) -> tuple[Path, Path]:
     return file, out
 
 
-def _run(began: float, times: list[float], losses: list[float]) -> Run:
+def run_of(began: float, times: Sequence[float], losses: Sequence[float], steps: int) -> Run:
+    """The run of ``steps`` steps that ended at ``times``. Raises SideError where there are others:
+    a run that did steps again, or was started again, is not the one that is measured."""
+    if len(times) != steps:
+        raise SideError(f"{len(times)} steps were told of {steps}: it wasn't undisturbed")
     # The first half is the job's start: caches fill, and standby workers import beside it.
     settled = times[len(times) // 2 :]
     gaps = [b - a for a, b in itertools.pairwise(settled)]
-    step_s = statistics.median(gaps) if gaps else float("nan")
+    step_s = statistics.fmean(gaps) if gaps else float("nan")
     return Run(times[0] - began, step_s, tuple(losses), tuple(gaps))
 
 
