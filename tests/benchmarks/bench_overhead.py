@@ -33,7 +33,7 @@ from tests.benchmarks.peers.environments import (
     environment_of,
 )
 from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
-from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
+from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values, why
 from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_most, measured, report
 from tests.benchmarks.sides import (
     Run,
@@ -103,7 +103,7 @@ def _compared(
     for side, found in told.items():
         counts: dict[str, Any] = {"side": side, "failures": failures(found), "hangs": hangs(found)}
         steps = [run.step_s for run in values(found)]
-        rows.append(measured("a step", setting, steps, "s", **counts))
+        rows.append(measured("a step", setting, steps, "s", note=why(found), **counts))
         if side == PLAIN or PLAIN not in told:
             continue
         pairs = [
@@ -117,6 +117,7 @@ def _compared(
             for run, plain in pairs
         ]
         aim, equal = (AIM, at_most(0)) if side == OCTAVO else (None, None)
+        counts["note"] = why(told[PLAIN], of=f"{PLAIN}:")
         rows.append(measured("a step over torchrun's", setting, ratios, "×", aim=aim, **counts))
         name = "steps of another loss than torchrun's"
         rows.append(measured(name, setting, differing, "", aim=equal, **counts))

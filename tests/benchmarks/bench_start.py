@@ -5,16 +5,15 @@
 The demo's model and layout. Octavo cold: a running controller, no worker; warm: `octavo up
 --standby 4`, its workers imported; both from the submission. Ray Train: TorchTrainer on a Ray that
 runs already, from ``fit()``, its driver imported. torchrun: the plain script, from its command;
-there is nothing that would run before. Sides take turns.
+there is nothing that would run before. Sides take turns; a ratio is of two runs of one round.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tests.benchmarks.peers.environments import (
     environment_of,
 )
 from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
-from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
+from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values, why
 from tests.benchmarks.results import (
     OCTAVO,
     Result,
@@ -46,7 +45,7 @@ START = "submit to the end of the first step"
 
 
 def main() -> None:
-    """Print a line a turn, then medians and ratios."""
+    """Print a line a turn, then times and ratios."""
     interrupt_on_signals()
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
@@ -76,6 +75,7 @@ def main() -> None:
             side=_who(side),
             failures=failures(found),
             hangs=hangs(found),
+            note=why(found),
         )
         for side, found in told.items()
     ]
@@ -102,20 +102,31 @@ def _tell(turn: int, side: str, found: float | Failed) -> None:
     print(f"round {turn}, {side}: {what}", flush=True)
 
 
-def _ratios(told: dict[str, list[float | Failed]]) -> list[Result]:
-    """Of the medians: cold over each peer's, and each peer's over the warm one's."""
-    medians = {side: statistics.median(good) for side, of in told.items() if (good := values(of))}
+def _ratios(told: Mapping[str, Sequence[float | Failed]]) -> list[Result]:
+    """By rounds that have both: cold over each peer's, and each peer's over the warm one's.
+
+    Failures and hangs are those of Octavo's side: no aim is met beside them. The peer's are told.
+    """
     rows = []
     for peer in (TORCHRUN, RAY_TRAIN):
-        if peer in medians and COLD in medians:
-            aim = at_most(1.0) if peer == RAY_TRAIN else None
-            ratio = [medians[COLD] / medians[peer]]
-            rows.append(measured(f"start, cold, over {peer}'s", "the same", ratio, "×", aim=aim))
-        if peer in medians and WARM in medians:
-            ratio = [medians[peer] / medians[WARM]]
-            name = f"start of {peer} over standby's"
-            wanted = at_least(3.0) if peer == RAY_TRAIN else None
-            rows.append(measured(name, "the same", ratio, "×", aim=wanted))
+        aims = (at_most(1.0), at_least(3.0)) if peer == RAY_TRAIN else (None, None)
+        compared = (
+            (f"start, cold, over {peer}'s", COLD, COLD, peer, aims[0]),
+            (f"start of {peer} over standby's", WARM, peer, WARM, aims[1]),
+        )
+        for name, own, over, under, aim in compared:
+            if peer not in told or own not in told:
+                continue
+            ratios = [
+                a / b
+                for a, b in zip(told[over], told[under], strict=True)
+                if not isinstance(a, Failed) and not isinstance(b, Failed)
+            ]
+            notes = filter(None, (why(told[own]), why(told[peer], of=f"{peer}:")))
+            counts = {"failures": failures(told[own]), "hangs": hangs(told[own])}
+            note = "; ".join(notes)
+            row = measured(name, "the same", ratios, "×", aim=aim, note=note, **counts)
+            rows.append(row)
     return rows
 
 

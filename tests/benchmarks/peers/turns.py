@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import TypeVar
 
 from tests.benchmarks.peers.processes import SideError
@@ -53,6 +54,18 @@ def rotated(names: Sequence[T], turn: int) -> list[T]:
 def values(results: Sequence[T | Failed]) -> list[T]:
     """Of the turns that gave something."""
     return [result for result in results if not isinstance(result, Failed)]
+
+
+def why(results: Sequence[object], of: str = "") -> str:
+    """In one line why turns gave nothing, ``of`` whom; empty where each gave something."""
+    found = {_line(result.why): None for result in results if isinstance(result, Failed)}
+    return f"{of} {'; '.join(found)}".strip() if found else ""
+
+
+def _line(reason: str) -> str:
+    """Its first line, and its last, which is where an output tells the error."""
+    lines = reason.strip().splitlines() or [""]
+    return " … ".join(dict.fromkeys(shorten(line, 160) for line in (lines[0], lines[-1])))
 
 
 def failures(results: Sequence[object]) -> int:
