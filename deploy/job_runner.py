@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.api.client import Client
-from orchestrator.api.client_errors import ClientError, UnreachableError
+from orchestrator.api.client_errors import ClientError
+from orchestrator.api.patience import MOMENTARY
 from orchestrator.cli.show import UNREACHABLE, USAGE, exit_code
 from orchestrator.home.folder import Home
 from orchestrator.spec.errors import SpecError
@@ -54,7 +55,7 @@ class JobRunner:
                 found = self._advance(client)
             finally:
                 client.close()
-        except UnreachableError:
+        except MOMENTARY:
             self.away_since = now if self.away_since is None else self.away_since
             return UNREACHABLE if now - self.away_since > AWAY_S else None
         self.away_since = None

@@ -15,7 +15,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from orchestrator.api.client_errors import (
     UsageError,
 )
 from orchestrator.api.connection import Connection
+from orchestrator.api.patience import Answer, Patience
 from orchestrator.home.folder import Home
 from orchestrator.home.listening import CA_VARIABLE, trusting, trusting_home
 
@@ -276,16 +277,9 @@ class Client:
             piece = self.patiently(self.logs, job, rank, number or None, offset, wait)
             yield piece
 
-    def patiently(self, ask: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """``ask(...)``, again while the controller can't be reached, for ``PATIENCE_S``."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return dict(ask(*args, **kwargs))
-            except UnreachableError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+    def patiently(self, ask: Callable[..., Answer], *args: Any, **kwargs: Any) -> Answer:
+        """``ask(...)``, again while the controller can't answer, for ``PATIENCE_S``."""
+        return Patience(time.monotonic() + PATIENCE_S).ask(ask, *args, **kwargs)
 
     def close(self) -> None:
         self._connection.close()

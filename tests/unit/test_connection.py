@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from orchestrator.api.client import Client
-from orchestrator.api.client_errors import NotAuthorizedError, UnreachableError
+from orchestrator.api.client_errors import (
+    ClientError,
+    NotAuthorizedError,
+    RefusedError,
+    ServerError,
+    TooManyRequestsError,
+    UnreachableError,
+)
 from orchestrator.api.connection import TIMEOUT_S
+from orchestrator.api.patience import Patience
 from orchestrator.cli.main import call
 from orchestrator.home.folder import Home, Server
 from tests.unit.control_plane import ControlPlane
+
+AWAY = UnreachableError("the controller doesn't answer")
+OFTEN = TooManyRequestsError("the controller is asked too often")
 
 
 def test_an_absent_controller_is_unreachable_and_the_remedy_is_told(
@@ -136,6 +148,34 @@ def test_an_order_that_may_have_been_heard_is_not_to_be_repeated_blindly(
             client.jobs()
     assert "`octavo list` before you repeat it" in order.value.remedy
     assert question.value.remedy.startswith("try again")
+
+
+@pytest.mark.parametrize("moment", [ServerError("the store is locked; try again"), AWAY, OFTEN])
+def test_who_has_time_asks_again_what_is_refused_for_a_moment(moment: ClientError) -> None:
+    refusals = [moment, moment]
+
+    def ask(job: str) -> str:
+        if refusals:
+            raise refusals.pop()
+        return job
+
+    assert Patience(time.monotonic() + 60.0).ask(ask, "toy") == "toy"
+    refusals = [moment] * 3
+    with pytest.raises(type(moment)):
+        Patience(time.monotonic() + 60.0, gone=lambda: True).ask(ask, "toy")
+    assert len(refusals) == 2
+
+
+def test_what_is_refused_for_good_is_not_asked_again() -> None:
+    asked: list[str] = []
+
+    def ask(job: str) -> None:
+        asked.append(job)
+        raise RefusedError("the job has ended")
+
+    with pytest.raises(RefusedError):
+        Patience(time.monotonic() + 60.0).ask(ask, "toy")
+    assert asked == ["toy"]
 
 
 def test_who_waits_at_a_prompt_does_not_wait_for_a_controller_that_hangs() -> None:

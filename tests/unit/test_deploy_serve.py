@@ -10,6 +10,7 @@ import pytest
 
 from deploy.job_runner import AWAY_S, PAUSED, JobRunner
 from deploy.serve import STOP, ServeError, Service, serve
+from orchestrator.api.client_errors import ServerError
 from orchestrator.home.folder import Home
 from orchestrator.spec.errors import SpecError
 from tests.unit.control_plane import ControlPlane
@@ -121,3 +122,19 @@ def test_it_listens_beyond_the_loopback_only_as_a_controller_may(
     assert serve(words) == 2
     assert "without TLS" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
+
+
+def test_a_controller_that_cannot_answer_for_a_moment_does_not_end_who_follows_a_job(
+    tmp_path: Path, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Locked:
+        def submit(self, *_: object, **__: object) -> dict[str, object]:
+            raise ServerError("the store is locked; try again")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("deploy.job_runner.Client.of_home", lambda _: Locked())
+    runner = JobRunner(Home(tmp_path / "home"), job, "k")
+    assert runner.look(5.0) is None
+    assert runner.look(5.1 + AWAY_S) == 3
