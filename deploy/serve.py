@@ -7,8 +7,9 @@
 The second trains one job and ends with its exit code; the third starts Ray's head too, through
 ``cluster.head`` where the environment names a Redis. Promises: the controller is started when
 Ray answers, and again when it hasn't answered for ``AWAY_S``; on SIGTERM, or when HOME/stop
-appears, every job is paused after a checkpoint, for ``--grace`` seconds at most, and the next start
-resumes just those; when Ray's head ends this ends with it, for whoever watches it to start both.
+appears, every job is paused after a checkpoint, for ``--grace`` seconds at most, though single
+requests are refused meanwhile, and the next start resumes just those, each until it was answered;
+when Ray's head ends this ends with it, for whoever watches it to start both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,7 +30,15 @@ from pathlib import Path
 
 from deploy.job_runner import PAUSED, JobRunner, paused_by_host
 from orchestrator.api.client import Client
-from orchestrator.api.client_errors import ClientError
+from orchestrator.api.client_errors import (
+    ClientError,
+    NotFoundError,
+    RefusedError,
+    ServerError,
+    TooManyRequestsError,
+)
+from orchestrator.api.patience import Patience
+from orchestrator.api.stops import Stops, at_rest
 from orchestrator.cli.show import USAGE
 from orchestrator.home.folder import Home, HomeConfig, replace_file
 from orchestrator.home.listening import ListeningError, check_listening
@@ -58,6 +68,7 @@ class Service:
         self._home, self._address, self._hosts, self._grace_s = home, address, hosts, grace_s
         self._head: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
+        self._told: set[str] = set()
 
     def end(self, *_: object) -> None:
         """Ask for the end; of a signal."""
@@ -104,13 +115,14 @@ class Service:
         code: int | None = None
         while not self._stops():
             now = time.monotonic()
-            if self._head is not None and self._head.poll() is not None:
+            if self._head is not None and self._head_ended():
                 print(f"Ray's head ended with {self._head.returncode}", flush=True)
                 return 1
             if runner is not None and (code := runner.look(now)) is not None:
                 return code
             if self._answers():
                 heard = now
+                self._resume_paused()
             elif now - heard > AWAY_S:
                 print(f"no answer for {AWAY_S:.0f} s: the controller is started again", flush=True)
                 with contextlib.suppress(ServeError):
@@ -133,6 +145,10 @@ class Service:
             self._head.kill()
             self._head.wait(END_S)
 
+    def _head_ended(self) -> bool:
+        """Whether it is known to have: of one that isn't ours nobody knows."""
+        return self._head is not None and self._head.poll() is not None
+
     def _stops(self) -> bool:
         return self._ended.is_set() or (self._home.path / STOP).exists()
 
@@ -147,38 +163,77 @@ class Service:
             client.close()
 
     def _pause_all(self) -> None:
-        """Pause what runs, and keep whose jobs they were."""
+        """Pause what runs, and keep whose jobs they were; what stops already is waited for too."""
         deadline = time.monotonic() + self._grace_s
+        patience = Patience(deadline, self._head_ended)
+        key = secrets.token_hex(8)
         try:
             client = Client.of_home(self._home)
-            going = [str(j["id"]) for j in client.jobs() if j["state"] in RUNS]
-            if not going:
+            jobs = {str(job["id"]): job for job in patience.ask(client.jobs) if not at_rest(job)}
+            if not jobs:
                 return
-            print(f"pausing {', '.join(going)}, each after a checkpoint", flush=True)
-            replace_file(self._home.path / PAUSED, json.dumps(going))
-            for job in going:
-                # Refused: it came to its end meanwhile.
-                with contextlib.suppress(ClientError):
-                    client.pause(job, by="deploy", reason=REASON)
-            while time.monotonic() < deadline:
-                if all(client.job(job)["state"] not in RUNS for job in going):
-                    return
-                time.sleep(0.2)
-            print(f"not all were paused in {self._grace_s:.0f} s: they go on from what is saved")
+            running = [name for name, job in jobs.items() if job["state"] in RUNS]
+            if running:
+                print(f"pausing {', '.join(running)}, each after a checkpoint", flush=True)
+                # Beside those that the start of before has not resumed yet.
+                kept = paused_by_host(self._home)
+                self._keep([*kept, *(name for name in running if name not in kept)])
+            stops = Stops(
+                client,
+                jobs,
+                asked=running,
+                order=lambda job: client.pause(job, by="deploy", reason=REASON, key=key),
+                gone=self._head_ended,
+                bound=deadline,
+            )
+            stops.wait()
+            for name in stops.going_on():
+                print(self._lost(name, stops.given.get(name)), flush=True)
         except (ClientError, OSError) as error:
             print(f"jobs can't be paused, they go on from what is saved: {error}", flush=True)
 
+    def _lost(self, job: str, given_s: float | None) -> str:
+        told = f"{job} was not paused in {self._grace_s:.0f} s: it goes on from what is saved"
+        if given_s is None or given_s <= self._grace_s:
+            return told
+        return f"{told}; by its own word it needed up to {given_s:.0f} s for its last checkpoint"
+
     def _resume_paused(self) -> None:
-        """Resume what an earlier end has paused, once."""
-        jobs = paused_by_host(self._home)
-        if not jobs:
+        """Resume what an earlier end has paused, once; those without an answer in ``AWAY_S`` stay
+        for the next call."""
+        left = paused_by_host(self._home)
+        if not left:
             return
-        client = Client.of_home(self._home)
-        for job in jobs:
-            # Refused: a person has resumed or cancelled it, or it was never paused.
-            with contextlib.suppress(ClientError):
-                client.resume(job, "the controller's host is there again")
-        (self._home.path / PAUSED).unlink(missing_ok=True)
+        patience = Patience(time.monotonic() + AWAY_S, lambda: self._stops() or self._head_ended())
+        try:
+            client = Client.of_home(self._home)
+            for job in tuple(left):
+                try:
+                    patience.ask(client.resume, job, "the controller's host is there again")
+                except (ServerError, TooManyRequestsError) as error:
+                    # One that the controller fails on keeps no other from its turn.
+                    self._tell_once(f"{job} can't be resumed yet: {error}")
+                    continue
+                except (RefusedError, NotFoundError, SpecError) as refused:
+                    # As where a person has resumed or cancelled it, or it was never paused.
+                    print(f"{job} is not resumed: {refused}", flush=True)
+                left.remove(job)
+                self._keep(left)
+        except (ClientError, OSError) as error:
+            self._tell_once(f"{', '.join(left)} can't be resumed yet: {error}")
+
+    def _tell_once(self, line: str) -> None:
+        """What is tried every second isn't told every second."""
+        if line not in self._told:
+            self._told.add(line)
+            print(line, flush=True)
+
+    def _keep(self, jobs: Sequence[str]) -> None:
+        """Jobs that the next start, or this one, has to resume."""
+        if jobs:
+            replace_file(self._home.path / PAUSED, json.dumps(list(jobs)))
+        else:
+            (self._home.path / PAUSED).unlink(missing_ok=True)
 
 
 def _listens(host: str, port: int) -> bool:

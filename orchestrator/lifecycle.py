@@ -9,8 +9,11 @@ from __future__ import annotations
 from enum import Enum
 
 LONGEST_STOP_S = 720.0
-"""Seconds after which a stop is over, its last checkpoint and the end by force included: what
-whoever waits for one waits. Ranks' steps of many seconds come beside it."""
+"""Seconds after which a stop is over, its last checkpoint and the end by force included, unless
+the job's checkpoints take longer: its ``stopping`` event says how long then."""
+AFTER_STOP_S = 90.0
+"""Seconds beside those that a job said its stop may take: the end by force, and its nodes' return.
+"""
 
 
 class JobState(Enum):

@@ -10,19 +10,18 @@ import contextlib
 import shlex
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
 from orchestrator.api.client import Client
 from orchestrator.api.client_errors import ClientError
+from orchestrator.api.stops import Stops
 from orchestrator.cli.close import conclude, could_go_on, going_on
 from orchestrator.cli.interrupts import Interrupted, interruptible, uninterruptible
 from orchestrator.cli.show import CommandError, Output, exit_code
 from orchestrator.cli.watch import follow
 from orchestrator.cluster.local import LocalError, Starting
 from orchestrator.cluster.private_home import PrivateHome, sweep
-from orchestrator.lifecycle import LONGEST_STOP_S
 from orchestrator.placement.placement import need_of
 from orchestrator.spec.errors import Problem, SpecError
 from orchestrator.spec.job import JobSpec, load_spec, spec_data
@@ -99,7 +98,7 @@ class _Work:
         except Interrupted as interrupted:
             self._cancel(client, self.job["id"], interrupted.word)
             raise
-        self.job = client.job(self.job["id"])
+        self.job = client.patiently(client.job, self.job["id"])
 
     def end(self) -> Path | None:
         """End Ray and put the home away; where it lies if the job could go on from it."""
@@ -117,12 +116,21 @@ class _Work:
     def _cancel(self, client: Client, job: str, reason: str) -> None:
         """Let the job save what it can; a second Ctrl-C cuts that short."""
         print(f"ending {job} after a checkpoint; again to end it at once", file=self._told)
+        assert self.job is not None and self._host is not None, "it was submitted"
+        host = self._host
+        stops = Stops(
+            client,
+            {job: self.job},
+            asked=[job],
+            order=lambda job: client.cancel(job, reason),
+            gone=lambda: not host.alive(),
+        )
         with contextlib.suppress(ClientError, KeyboardInterrupt):
-            self.job = client.cancel(job, reason)
-            deadline = time.monotonic() + LONGEST_STOP_S
-            while not self.job["settled"] and time.monotonic() < deadline:
-                time.sleep(0.1)
-                self.job = client.job(job)
+            stops.wait()
+        self.job = stops.jobs[job]
+        if stops.going_on():
+            word = f"{job} was ended before its last checkpoint was written"
+            print(word, file=self._told)
 
 
 def _writable_folder(spec: JobSpec, out: Path | None, file: str) -> Path:

@@ -22,6 +22,7 @@ from orchestrator.spec.errors import Problem
 EXIT_CODES = {"succeeded": 0, "failed": 100, "cancelled": 103}
 NOT_FINISHED = 101
 NOT_FOUND = 102
+FAILED = 1
 USAGE = 2
 UNREACHABLE = 3
 INTERRUPTED = 130

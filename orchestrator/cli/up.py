@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from monitoring.wording import counted
 from orchestrator.api.client import Client
-from orchestrator.api.client_errors import ClientError, RefusedError
+from orchestrator.api.client_errors import ClientError
+from orchestrator.api.stops import Stops
 from orchestrator.cli.close import going_on, stands
 from orchestrator.cli.interrupts import uninterruptible
-from orchestrator.cli.show import USAGE, CommandError, Output, print_json
+from orchestrator.cli.show import FAILED, USAGE, CommandError, Output, print_json
 from orchestrator.cluster.local import (
     AnotherHostError,
     Host,
@@ -27,7 +27,6 @@ from orchestrator.cluster.local import (
 from orchestrator.home.folder import HOME_VARIABLE, Home, HomeConfig, TokenExposedError
 from orchestrator.home.listening import ListeningError, check_listening
 from orchestrator.home.redis_tables import RedisError, RedisTables
-from orchestrator.lifecycle import LONGEST_STOP_S
 
 FEWEST_SLOTS = 4
 NO_REDIS = "none"
@@ -128,7 +127,8 @@ def _kept_in(home: Home) -> Iterator[None]:
 
 
 def bring_down(home: Home, user: str, output: Output) -> int:
-    """End the jobs of ``home``, each after a checkpoint, then its host; the exit code."""
+    """End the jobs of ``home``, each after a checkpoint, then its host; the exit code, which is
+    0 only where no job was cut off."""
     host = running_host(home)
     told = sys.stderr if output is Output.json else sys.stdout
     if host is None:
@@ -137,60 +137,66 @@ def bring_down(home: Home, user: str, output: Output) -> int:
         else:
             print(f"nothing runs in {home.path}")
         return 0
-    jobs: list[dict[str, Any]] = []
+    stops: Stops | None = None
     try:
-        jobs = _end_jobs(Client.of_home(home), f"`octavo down` by {user}", told)
+        stops = _stops(Client.of_home(home), home, f"`octavo down` by {user}")
+        _end_jobs(stops, told)
     except ClientError as error:
         # Whoever wants it down gets it down; the jobs go on from what they have saved.
         print(f"the controller can't be asked to end its jobs: {error}", file=told)
     with uninterruptible():
         end_host(host, home)
+    jobs = {} if stops is None else stops.jobs
+    cut_off = [] if stops is None else stops.going_on()
+    code = 0 if stops is not None and not cut_off else FAILED
     if output is Output.json:
-        print_json({"home": str(home.path), "ended": True, "jobs": jobs})
-        return 0
-    for job in jobs:
-        print(_last_word(job))
-    again = [job["id"] for job in jobs if job["state"] in ("cancelled", "cancelling")]
+        shown = [{k: v for k, v in job.items() if k != "spec"} for job in jobs.values()]
+        print_json({"home": str(home.path), "ended": True, "jobs": shown})
+        return code
+    for name, job in jobs.items():
+        print(_last_word(job, cut_off=name in cut_off))
+    again = [
+        name
+        for name, job in jobs.items()
+        if job["state"] in ("cancelled", "cancelling")
+        or (name in cut_off and job["state"] in ("paused", "failed"))
+    ]
     if again:
         print("\n".join(going_on(again, home.path, host.slots)))
     print("ended")
-    return 0
+    return code
 
 
-def _end_jobs(client: Client, reason: str, told: TextIO) -> list[dict[str, Any]]:
-    """Cancel what runs and wait for the last checkpoints, for ``LONGEST_STOP_S`` at most.
-
-    The jobs that were not at rest, as last seen; those that wait in the queue stay there.
-    """
-    jobs = {job["id"]: job for job in client.jobs() if not job["settled"]}
-    going = [name for name, job in jobs.items() if job["state"] != "queued"]
-    if not going:
-        return list(jobs.values())
-    print(
-        f"ending {', '.join(going)}, each after a checkpoint; Ctrl-C ends them at once",
-        file=told,
-        flush=True,
+def _stops(client: Client, home: Home, reason: str) -> Stops:
+    """Of all that is not at rest; what runs is to be cancelled, and one that has ended and holds
+    its nodes for a moment more is only waited for."""
+    jobs = {job["id"]: job for job in client.patiently(client.jobs) if not job["settled"]}
+    return Stops(
+        client,
+        jobs,
+        asked=[name for name, job in jobs.items() if job["state"] in RUNS],
+        order=lambda job: client.cancel(job, reason),
+        gone=lambda: running_host(home) is None,
     )
-    deadline = time.monotonic() + LONGEST_STOP_S
-    with contextlib.suppress(KeyboardInterrupt):
-        for name in going:
-            # One that has ended and holds its nodes for a moment more is only waited for.
-            if jobs[name]["state"] not in RUNS:
-                continue
-            # Refused: it came to its end meanwhile.
-            with contextlib.suppress(RefusedError):
-                jobs[name] = client.cancel(name, reason)
-        left = going
-        while left and time.monotonic() < deadline:
-            time.sleep(0.1)
-            jobs |= {name: client.job(name) for name in left}
-            left = [name for name in left if not jobs[name]["settled"]]
-    return [{k: v for k, v in job.items() if k != "spec"} for job in jobs.values()]
 
 
-def _last_word(job: dict[str, Any]) -> str:
+def _end_jobs(stops: Stops, told: TextIO) -> None:
+    """Cancel what runs and wait for the last checkpoints; what waits in the queue stays there."""
+    if going := stops.going_on():
+        print(
+            f"ending {', '.join(going)}, each after a checkpoint; Ctrl-C ends them at once",
+            file=told,
+            flush=True,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            stops.wait()
+
+
+def _last_word(job: dict[str, Any], *, cut_off: bool) -> str:
     if job["state"] == "queued":
         return f"{job['id']} queued: it starts at the next `octavo up`"
-    if job["state"] == "cancelling":
-        return f"{job['id']} was ended before its last checkpoint was written; " + stands(job)
-    return stands(job)
+    if not cut_off:
+        return stands(job)
+    word = f"{job['id']} was ended before its last checkpoint was written; {stands(job)}"
+    again = "; it goes on from there at the next `octavo up`" if job["state"] in RUNS else ""
+    return word + again
