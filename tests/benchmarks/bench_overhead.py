@@ -31,6 +31,7 @@ from tests.benchmarks.peers.environments import (
     Environment,
     Unavailable,
     environment_of,
+    releases,
 )
 from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
 from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values, why
@@ -68,8 +69,14 @@ def main() -> None:
         spec = on_layout(layout, arguments.steps)
         rows += _compared(layout, spec, arguments.rounds, arguments.sides, ray_train)
     left_out = {RAY_TRAIN: ray_train.reason} if isinstance(ray_train, Unavailable) else {}
-    seconds = time.monotonic() - began
-    report("bench_overhead", rows, arguments.out, seconds=seconds, left_out=left_out)
+    report(
+        "bench_overhead",
+        rows,
+        arguments.out,
+        seconds=time.monotonic() - began,
+        left_out=left_out,
+        versions=releases(arguments.sides, arguments.folder.resolve()),
+    )
 
 
 def _compared(

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.demo_runs import Rows
-from tests.benchmarks.peers.environments import FOLDER
+from tests.benchmarks.peers.environments import FOLDER, releases
 from tests.benchmarks.peers.jobs import LAYOUT, planned_fault, recorded_job
 from tests.benchmarks.peers.judging import final_difference, losses
 from tests.benchmarks.peers.processes import interrupt_on_signals
@@ -67,14 +67,15 @@ def main() -> None:
     add_arguments(parser)
     arguments = parser.parse_args()
     began = time.monotonic()
-    sides, missing = available(arguments.sides, arguments.folder.resolve())
+    folder = arguments.folder.resolve()
+    sides, missing = available(arguments.sides, folder)
     kept = Rows(arguments.kept)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as place:
         for turn in (None, *range(arguments.rounds)):
             for side in rotated(sides, turn or 0):
                 key = _key(side.name, arguments.steps, arguments.seed, turn)
                 if key not in kept:
-                    run = _run(side, turn, arguments.steps, arguments.seed, Path(folder))
+                    run = _run(side, turn, arguments.steps, arguments.seed, Path(place))
                     kept.add(key, _kept(run))
                 print(_line(side.name, turn, kept[key]), flush=True)
     found = {
@@ -88,9 +89,13 @@ def main() -> None:
     left_out = {each.name: each.reason for each in missing}
     if LAUNCHER not in arguments.sides:
         left_out[LAUNCHER] = NO_RECOVERY
-    seconds = time.monotonic() - began
     report(
-        "bench_rank_killed", rows + _ratios(rows), arguments.out, seconds=seconds, left_out=left_out
+        "bench_rank_killed",
+        rows + _ratios(rows),
+        arguments.out,
+        seconds=time.monotonic() - began,
+        left_out=left_out,
+        versions=releases([SIDES[name][0] for name in arguments.sides], folder),
     )
 
 

@@ -23,6 +23,7 @@ from tests.benchmarks.peers.environments import (
     Environment,
     Unavailable,
     environment_of,
+    releases,
 )
 from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
 from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values, why
@@ -81,8 +82,14 @@ def main() -> None:
     ]
     left_out = {peer.name: peer.reason} if isinstance(peer, Unavailable) else {}
     rows += _ratios(told)
-    seconds = time.monotonic() - began
-    report("bench_start", rows, arguments.out, seconds=seconds, left_out=left_out)
+    report(
+        "bench_start",
+        rows,
+        arguments.out,
+        seconds=time.monotonic() - began,
+        left_out=left_out,
+        versions=releases((RAY_TRAIN,), arguments.folder.resolve()),
+    )
 
 
 def _octavo(spec: JobSpec, folder: Path, standby: int) -> float:

@@ -5,8 +5,9 @@
     print(markdown(read(folder)))                # `make bench`: all that are there
 
 A row is one quantity of one side ("octavo", or a peer) in one setting. Promises: a failure or a
-hang is a number of its row and never drops it; versions and machine are told once; what is read
-back is what was written.
+hang is a number of its row and never drops it; a report tells with what versions, at what commit,
+when and on what machine it was made, and the table tells it of each that differs; what is read back
+is what was written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,8 +27,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 OCTAVO = "octavo"
-PACKAGES = ("octavo", "torch", "deepspeed", "ray", "wandb", "torchao", "torchft", "lightning")
-"""Whose versions are told, where they are installed."""
+PACKAGES = ("octavo", "torch", "deepspeed", "ray", "wandb", "torchao")
+"""Whose versions are told, where they are installed; a peer with an environment of its own tells
+its own (``tests.benchmarks.peers.environments.releases``)."""
+ROOT = Path(__file__).parents[2]
+CHANGED = "+changes"
+"""Ends the commit of a working tree that isn't as committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,8 @@ class Result:
     hangs: int = 0
     """Runs that were timed out, beside ``n``."""
     note: str = ""
+    values: tuple[float, ...] = ()
+    """All of them, in the order in which they were measured."""
 
     @property
     def met(self) -> bool | None:
@@ -100,11 +108,12 @@ def measured(
     note: str = "",
 ) -> Result:
     """The row of some values of one quantity; there may be none, where every run failed."""
-    found = sorted(values)
+    told = tuple(values)
+    found = sorted(told)
     middle = statistics.median(found) if found else math.nan
     spread = (found[0], found[-1]) if found else (math.nan, math.nan)
     return Result(
-        name, setting, unit, middle, *spread, len(found), side, aim, failures, hangs, note
+        name, setting, unit, middle, *spread, len(found), side, aim, failures, hangs, note, told
     )
 
 
@@ -118,6 +127,10 @@ class Report:
     """That it took."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Peers and settings that can't run here → why."""
+    made: Mapping[str, Any] = field(default_factory=dict)
+    """``environment()`` of the process that made it."""
+    failed: str = ""
+    """Why the benchmark as a whole did not end well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,14 +145,33 @@ def report(
     *,
     seconds: float = 0.0,
     left_out: Mapping[str, str] | None = None,
+    versions: Mapping[str, str] | None = None,
 ) -> Report:
-    """Print the rows as a table, and write them to ``out/<benchmark>.json``."""
-    made = Report(benchmark, tuple(rows), seconds, left_out or {})
+    """Print the rows as a table, and write them to ``out/<benchmark>.json``.
+
+    ``versions``: of peers that have an environment of their own.
+    """
+    made = Report(benchmark, tuple(rows), seconds, left_out or {}, environment(versions))
     print(markdown([made]), flush=True)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{benchmark}.json").write_text(json.dumps(to_json(made), indent=2) + "\n")
+        write(made, out)
     return made
+
+
+def without_rows(
+    benchmark: str, reason: str, *, seconds: float = 0.0, hung: bool = False
+) -> Report:
+    """The report of a benchmark that gave none: one row, which tells why."""
+    counts = {"failures": int(not hung), "hangs": int(hung)}
+    row = measured(benchmark, "as a whole", [], "", note=reason, **counts)
+    return Report(benchmark, (row,), seconds, {}, environment(), reason)
+
+
+def write(made: Report, folder: Path) -> None:
+    """To ``folder/<benchmark>.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_json(made), indent=2) + "\n"
+    (folder / f"{made.benchmark}.json").write_text(text)
 
 
 def read(folder: Path) -> list[Report]:
@@ -148,15 +180,15 @@ def read(folder: Path) -> list[Report]:
 
 
 def write_table(reports: Sequence[Report], folder: Path) -> None:
-    """``bench.md`` and ``bench.json``: one table of all of them, versions and machine once."""
+    """``bench.md`` and ``bench.json``: one table of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.md").write_text(markdown(reports) + "\n")
-    whole = {**environment(), "reports": [to_json(made, alone=False) for made in reports]}
+    whole = {**environment(), "reports": [to_json(made) for made in reports]}
     (folder / "bench.json").write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """One table; what was left out, the versions and the machine below it."""
+    """One table; below it what was left out, and where, when and with what each was made."""
     lines = [
         "| what | setting | who | median | spread | n | failed / hung | aim |",
         "|---|---|---|---|---|---|---|---|",
@@ -164,11 +196,41 @@ def markdown(reports: Sequence[Report]) -> str:
     ]
     left_out = {who: why for made in reports for who, why in made.left_out.items()}
     if left_out:
-        lines += ["", "Not run here:", *(f"- {who}: {why}" for who, why in left_out.items())]
-    here = environment()
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
-    lines += ["", f"{here['machine']}; {versions}."]
+        lines += ["", "Not run here:"]
+        lines += [f"- {who}: {' '.join(why.split())}" for who, why in left_out.items()]
+    origins = _origins(reports)
+    for names, made in origins:
+        whose = f"{', '.join(names)}: " if len(origins) > 1 else ""
+        lines += ["", f"{whose}{_origin(made)}"]
+    took = [f"{made.benchmark} {made.seconds / 60:.1f}" for made in reports if made.seconds]
+    if took:
+        lines += ["", f"Minutes: {', '.join(took)}."]
     return "\n".join(lines)
+
+
+def _origins(reports: Sequence[Report]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Benchmarks by where, when and with what they were made. One that names more packages than
+    another, and none at another version, is of the same origin."""
+    found: list[tuple[list[str], dict[str, Any]]] = []
+    for report in reports:
+        made = report.made
+        versions = made.get("versions", {})
+        for names, known in found:
+            same = all(made.get(k) == known.get(k) for k in ("machine", "commit", "time"))
+            if same and all(known["versions"].get(k, v) == v for k, v in versions.items()):
+                names.append(report.benchmark)
+                known["versions"] |= versions
+                break
+        else:
+            found.append(([report.benchmark], {**made, "versions": dict(versions)}))
+    return found
+
+
+def _origin(made: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
+    commit = f"commit {made['commit']}" if made.get("commit") else "no commit told"
+    told = (made.get("machine", "no machine told"), commit, made.get("time", ""), versions)
+    return f"{'; '.join(filter(None, told))}."
 
 
 def _line(row: Result) -> str:
@@ -179,7 +241,12 @@ def _line(row: Result) -> str:
     failed = f"{row.failures} / {row.hangs}" if row.failures or row.hangs else ""
     spread = f"{shown(row.low, row.unit)} – {shown(row.high, row.unit)}" if row.n > 1 else ""
     cells = (row.name + note, row.setting, row.side, shown(row.median, row.unit), spread, row.n)
-    return "| " + " | ".join(map(str, (*cells, failed, limit))) + " |"
+    return "| " + " | ".join(map(_cell, (*cells, failed, limit))) + " |"
+
+
+def _cell(value: object) -> str:
+    """An error's lines and bars would end the table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def shown(value: float, unit: str) -> str:
@@ -197,15 +264,36 @@ def shown(value: float, unit: str) -> str:
     return f"{number} {unit}".strip()
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine."""
+def environment(more: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Versions, ``more`` of them among these, machine, day and commit."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {"versions": versions, "machine": _machine(), "time": time.strftime("%Y-%m-%d")}
+    return {
+        "versions": versions | dict(more or {}),
+        "machine": _machine(),
+        "time": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Of the code that runs, with ``CHANGED`` where it isn't as committed; empty outside git."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    return head + (CHANGED if head and _git("status", "--porcelain", "-uno") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _machine() -> str:
@@ -218,23 +306,29 @@ def _machine() -> str:
     return f"{os.cpu_count()} cores of {cpu}, {memory:.0f} GiB, {platform.system()}"
 
 
-def to_json(made: Report, *, alone: bool = True) -> dict[str, Any]:
-    """Strict JSON; ``alone``: with versions and machine."""
-    rows = [{k: _plain(v) for k, v in asdict(row).items()} for row in made.rows]
+def to_json(made: Report) -> dict[str, Any]:
+    """Strict JSON."""
     return {
         "benchmark": made.benchmark,
-        **(environment() if alone else {}),
+        **made.made,
         "seconds": made.seconds,
-        "rows": rows,
+        "rows": [{**_plain(asdict(row)), "met": row.met} for row in made.rows],
         "left_out": dict(made.left_out),
+        "failed": made.failed,
     }
 
 
 def from_json(data: Mapping[str, Any]) -> Report:
     """The inverse; ValueError for other JSON."""
     try:
-        rows = tuple(_row(row) for row in data["rows"])
-        return Report(str(data["benchmark"]), rows, float(data["seconds"]), dict(data["left_out"]))
+        return Report(
+            str(data["benchmark"]),
+            tuple(_row(row) for row in data["rows"]),
+            float(data["seconds"]),
+            dict(data["left_out"]),
+            {key: data[key] for key in ("versions", "machine", "time", "commit") if key in data},
+            data.get("failed", ""),
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"these are no results of a benchmark: {error!r}") from error
 
@@ -242,8 +336,15 @@ def from_json(data: Mapping[str, Any]) -> Report:
 def _row(data: Mapping[str, Any]) -> Result:
     floats = {k: math.nan if data[k] is None else data[k] for k in ("median", "low", "high")}
     aim = None if data["aim"] is None else Aim(**data["aim"])
-    return Result(**{**data, **floats, "aim": aim})
+    values = tuple(math.nan if value is None else value for value in data.get("values", ()))
+    rest = {key: value for key, value in data.items() if key != "met"}
+    return Result(**{**rest, **floats, "aim": aim, "values": values})
 
 
 def _plain(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

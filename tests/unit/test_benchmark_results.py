@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from tests.benchmarks.results import (
     read,
     report,
     shown,
+    to_json,
+    without_rows,
+    write,
     write_table,
 )
 
@@ -61,8 +65,35 @@ def test_one_table_has_all_rows_and_says_once_on_what_machine(tmp_path: Path) ->
     assert "98.50 %" in text and "- a peer: needs a GPU" in text
     assert text.count("python ") == 1 and text.count("| what |") == 1
     whole = json.loads((tmp_path / "bench.json").read_text())
-    assert "versions" in whole and "versions" not in whole["reports"][0]
+    assert whole["versions"] == whole["reports"][0]["versions"]
     assert read(tmp_path)[0].benchmark == "bench_a", "the table is no benchmark"
+
+
+def test_json_has_each_value_whether_the_aim_is_met_and_the_commit(tmp_path: Path) -> None:
+    report("bench_a", ROWS, tmp_path, versions={"torchft's torchft": "0.2.0"})
+    told = json.loads((tmp_path / "bench_a.json").read_text())
+    assert [row["met"] for row in told["rows"]] == [True, False, False]
+    assert told["rows"][0]["values"] == [0.03, 0.01, 0.02]
+    assert told["versions"]["torchft's torchft"] == "0.2.0" and "commit" in told
+    (again,) = read(tmp_path)
+    assert to_json(again) == told
+
+
+def test_what_was_made_elsewhere_is_told_apart(tmp_path: Path) -> None:
+    here = report("bench_a", ROWS[:1], tmp_path)
+    peers = report("bench_b", ROWS[:1], tmp_path, versions={"torchft's torchft": "0.2.0"})
+    old = replace(here, benchmark="bench_c", made={**here.made, "commit": "abc", "machine": "64"})
+    assert "bench_a" not in markdown([here, peers]) and "torchft's torchft" in markdown([peers])
+    text = markdown([here, peers, old])
+    assert "bench_a, bench_b: " in text and "\nbench_c: 64; commit abc; " in text
+
+
+def test_a_benchmark_that_gave_nothing_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    write(without_rows("bench_a", "exited 3: a | b\nOSError"), tmp_path)
+    (made,) = read(tmp_path)
+    assert made.failed and made.rows[0].failures == 1
+    row = "| bench_a (exited 3: a \\| b OSError) | as a whole | octavo | – |  | 0 | 1 / 0 |  |"
+    assert row in markdown([made])
 
 
 def test_losses_are_told_to_the_digits_that_differ() -> None:

@@ -16,6 +16,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from tests.benchmarks.peers.processes import ROOT, SideError, run_to_end
 
 FOLDER = ROOT / "runs/peers"
 JOB = ROOT / "deploy/jobs/demo.yaml"
+WHOLE = "installed"
+"""File in a whole one, of the requirements that are installed."""
 LIMIT_S = 1800.0
 """Of one step of an installation."""
 
@@ -36,6 +39,8 @@ class Peer:
     """What must be there before the requirements: what they are built with."""
     modules: tuple[str, ...]
     """What can be imported once it is whole: the peer, and what its script takes of ours."""
+    packages: tuple[str, ...]
+    """Whose releases are told."""
 
 
 PEERS = (
@@ -49,8 +54,14 @@ PEERS = (
             "tests.benchmarks.peers.saved",
             "tests.benchmarks.plain_deepspeed",
         ),
+        ("ray", "torch", "deepspeed"),
     ),
-    Peer("torchft", (), ("torchft", "tests.benchmarks.peers.torchft_train")),
+    Peer(
+        "torchft",
+        (),
+        ("torchft", "tests.benchmarks.peers.torchft_train"),
+        ("torchft", "torch"),
+    ),
 )
 
 
@@ -82,7 +93,7 @@ def environment_of(name: str, folder: Path = FOLDER) -> Environment | Unavailabl
     peer = {peer.name: peer for peer in PEERS}[name]
     place = folder / name
     found = Environment(name, place / "bin")
-    whole = place / "installed"
+    whole = place / WHOLE
     requirements = Path(__file__).parent / "requirements" / f"{name}.txt"
     wanted = requirements.read_text()
     log = folder / f"{name}-install.log"
@@ -127,8 +138,22 @@ def _why_not_whole(peer: Peer, found: Environment, log: Path) -> str:
     return ""
 
 
-def release(environment: Environment, package: str) -> str:
-    """Installed release of a package there; empty for none."""
+def releases(names: Container[str], folder: Path = FOLDER) -> dict[str, str]:
+    """What is installed in the peers' environments that are whole, by whose package it is; of names
+    that are no such peers nothing."""
+    told = {}
+    for peer in PEERS:
+        place = folder / peer.name
+        if peer.name not in names or not (place / WHOLE).exists():
+            continue
+        for package in peer.packages:
+            if number := _release(Environment(peer.name, place / "bin"), package):
+                told[f"{peer.name}'s {package}"] = number
+    return told
+
+
+def _release(environment: Environment, package: str) -> str:
+    """Of a package there; empty for none."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     told = subprocess.run(
         [environment.command("python"), "-c", code], capture_output=True, text=True, timeout=60
