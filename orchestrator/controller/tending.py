@@ -31,13 +31,15 @@ CANCEL_GRACE_S = 60.0
 """Seconds that a cancelled job's supervisor has beside those that it gives its ranks to stop."""
 KEPT = "starts anew with the nodes that it kept"
 """Of a job that the queue stopped, and for which nobody is there who would have its nodes."""
+UNWRITTEN = "goes on when what the nodes' memory holds is on disk: its ranks are more or fewer now"
+"""Of a job with resources.min_nodes."""
 FINISH_GRACE_S = 60.0
 """Seconds that a supervisor has after the job's end for the report and W&B."""
 
 
 class NoNodesError(RuntimeError):
-    """The nodes of a job are gone and no others are free. Its supervisor ends; the controller
-    starts another one when there are nodes.
+    """The nodes of a job are gone and no others are free, or it is to go on on more or fewer, which
+    its state isn't on disk for yet. Its supervisor ends; the controller starts another one.
     """
 
 
@@ -201,7 +203,17 @@ class Tending:
         if missing:
             room = "" if seen is None else self._room(row, seen, now)
             self._waits.one(row, f"{missing}; {room}" if room else missing, now)
+        elif missing := self._unwritten(row, begins=seen is not None):
+            self._waits.one(row, missing, now)
         return missing
+
+    def _unwritten(self, row: JobRow, *, begins: bool) -> str:
+        """What an attempt of more or fewer ranks waits for. ``begins``: it is seen to, in a pass,
+        when no supervisor has the job's disk."""
+        row = self._store.job(row.id)
+        if not self._rescue.unwritten(row) or (begins and self._rescue.over(row)):
+            return ""
+        return UNWRITTEN
 
     def _room(self, row: JobRow, seen: Seen, now: float) -> str:
         others = [other for other in seen.holding if other.id != row.id]

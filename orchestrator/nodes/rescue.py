@@ -1,8 +1,10 @@
-"""Before a job's nodes go back: the newest state that only memory holds becomes a checkpoint.
+"""Before a job's nodes go back, and before it goes on on more or fewer: the newest state that only
+memory holds becomes a checkpoint.
 
 Ranks that are told to stop write their last state themselves. Where there are none left that could
 (they died, and the job is paused for a person, cancelled or failed before the next attempt), the
-keepers still hold every rank's newest snapshot, and would take it along when they end. Promises:
+keepers still hold every rank's newest snapshot, and would take it along when they end; ranks that
+are more or fewer than those before them can start from a checkpoint alone. Promises:
 what is written is what the next attempt would have started from, or could have, had its ranks been
 as many as those that made it (a checkpoint fits any degrees); nothing is written where disk has
 that step, or a later one, already; a job's nodes wait for it for a bounded time, and as long for a
@@ -35,13 +37,14 @@ from monitoring.utilization import RANK_PEAK
 from orchestrator.actions import Action
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import JobState
+from orchestrator.node_slot import working
 from orchestrator.nodes.groups import DiskOrder, NodeGroups
 from orchestrator.planning.utilization import rank_peak_tokens_per_s
 from orchestrator.protocol import BY_KEEPERS, FencedError, ResumeState, whole_history
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import STORAGE_S, CheckpointShelf
 from orchestrator.saved.closing import WHOLE_RECORDS, write_closing
-from orchestrator.saved.restore import Made, candidates, points_in_memory
+from orchestrator.saved.restore import Made, candidates, newest_written, points_in_memory
 from orchestrator.spec.completion import slots_per_node
 from orchestrator.spec.degrees import DegreesRefusedError, on_nodes
 from orchestrator.spec.job import JobSpec
@@ -120,6 +123,19 @@ class Rescue:
         self._done = done
         self._looks: dict[str, _Look] = {}
 
+    def unwritten(self, row: JobRow) -> bool:
+        """Whether the next attempt, on the nodes that ``row`` has now, can take nothing from memory
+        though all of a newer state than any checkpoint's is there: its ranks are more or fewer.
+        True as well while it is seen to (``over``). By what is stored: disk isn't asked."""
+        if row.id in self._looks:
+            return True
+        before = self._store.attempts.nodes_of(row.id).get(row.attempt, 0)
+        if row.spec.resources.min_nodes is None or before in {0, len(working(row.nodes))}:
+            return False
+        last = self._store.attempts.resume_state(row.id)
+        found = worth_keeping(self._groups.copies(row.id), (), last)
+        return bool(found) and found[0].step > newest_written(last.written)
+
     def over(self, row: JobRow) -> bool:
         """Whether nothing of the job is in memory alone that should not be lost; begins to see
         to it where that isn't known yet."""
@@ -187,7 +203,7 @@ class Rescue:
             return
         for event in tried.told:
             self._store.note(job, event)
-        if tried.told:
+        if tried.told and not self._store.job(job).state.holds_nodes:
             try:
                 # What its supervisor wrote when it ended knows nothing of this.
                 write_closing(self._view(job), Path(last.job_dir), last.attempt)

@@ -57,14 +57,15 @@ def on_living_branch(state: Made, actions: Iterable[Action]) -> bool:
 
 
 def points_in_memory(keys: Iterable[CopyKey], world_size: int) -> list[RestorePoint]:
-    """Steps of which the keepers hold a copy of every rank, made by one attempt."""
+    """Steps of which the keepers hold a copy of every rank, made by one attempt; where they hold
+    one of a rank beyond, those who made it were more, and theirs fits none of these."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
     for key in keys:
         ranks.setdefault((key.attempt, key.timeline, key.step), set()).add(key.rank)
     return [
         RestorePoint(step, "memory", attempt, timeline)
         for (attempt, timeline, step), held in ranks.items()
-        if held >= set(range(world_size))
+        if held == set(range(world_size))
     ]
 
 

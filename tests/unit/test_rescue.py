@@ -19,9 +19,13 @@ from launch.keeper import Keeper
 from launch.snapshots import MismatchedSnapshotError, MissingSnapshotError, SnapshotKey
 from launch.state_header import LAYOUT, META_KEY
 from orchestrator.actions import Action
+from orchestrator.controller.supervisors import LastWords
+from orchestrator.controller.tending import NoNodesError
+from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes import rescue
 from orchestrator.protocol import SupervisorBatch
+from orchestrator.recovery.controls import Control
 from orchestrator.saved import checkpoint_shelf
 from orchestrator.supervision.supervisor import written_since
 from tests.unit.control_plane import ControlPlane
@@ -40,9 +44,9 @@ def state(rank: int, step: int, degrees: Sequence[int] = (2, 2, 1)) -> bytes:
 class RestingJob:
     """A job of four ranks whose steps are recorded and whose ranks are gone."""
 
-    def __init__(self, plane: ControlPlane, recorded: int = 18) -> None:
+    def __init__(self, plane: ControlPlane, recorded: int = 18, **changes: Any) -> None:
         self.plane = plane
-        self.id = plane.submit("toy")
+        self.id = plane.submit("toy", **changes)
         plane.steps(2)
         steps = tuple(step(number) for number in range(recorded + 1))
         self._tell(1, Cause.FIRST_STEP, JobState.RUNNING, steps=steps)
@@ -375,3 +379,81 @@ def test_a_keeper_writes_nothing_that_it_does_not_hold_or_that_is_of_other_ranks
         "*.safetensors"
     )
     assert written.read_bytes() == payload
+
+
+class ShrinkingJob(RestingJob):
+    """Of eight ranks on two nodes, of which one has died; the other holds the copies of all."""
+
+    def __init__(self, folder: Path) -> None:
+        elastic = {"num_nodes": 2, "resources": {"min_nodes": 1}}
+        super().__init__(ControlPlane(folder, 4, 4), **elastic)
+        self.plane.groups.keepers[self.id] = {0: Keeper()}
+        self.hold(15, ranks=range(8), degrees=(2, 4, 1))
+        self.plane.groups.dead.add("node1")
+
+    def loses_ranks(self) -> None:
+        """Its supervisor asks for the next attempt."""
+        self._tell(2, Cause.RANK_LOST, JobState.RECOVERING)
+        with pytest.raises(NoNodesError, match="memory holds is on disk") as refused:
+            self.plane.controller.next_attempt(self.id, 1, "a node died")
+        self.plane.supervisors.words = LastWords(f"NoNodesError: {refused.value}", raised=True)
+        self.plane.supervisors.done.add(self.id)
+
+    def passes(self, count: int = 4) -> None:
+        for _ in range(count):
+            self.plane.steps()
+            for thread in threading.enumerate():
+                if thread.name == f"rescue {self.id}":
+                    thread.join(20)
+
+
+class TestBeforeFewerRanks:
+    def test_what_memory_holds_of_all_ranks_is_on_disk_first(self, tmp_path: Path) -> None:
+        job = ShrinkingJob(tmp_path)
+        job.loses_ranks()
+        job.passes()
+        assert job.on_disk() == [15]
+        again = job.plane.supervisors.started[-1]
+        assert (again.attempt, len(again.nodes), again.spec.parallelism.data) == (2, 1, 2)
+        assert not (job.folder / "summary.json").exists(), "it isn't at its end"
+        # What came of it is not what comes of its end.
+        job.hold(18, attempt=2)
+        job.plane.controller.cancel(job.id, "by alice")
+        job.plane.supervisors.kill(job.id)
+        job.rest()
+        assert max(job.on_disk()) == 18
+
+    def test_a_disk_that_fails_holds_it_up_for_a_bounded_time(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rescue, "STORAGE_S", 0.05)
+        monkeypatch.setattr(rescue, "AGAIN_S", 0.01)
+        job = ShrinkingJob(tmp_path)
+        (job.folder / "checkpoints").write_text("a file")
+        job.loses_ranks()
+        job.passes()
+        assert len(job.plane.told(job.id, "checkpoint_failed")) == 1
+        assert job.plane.supervisors.started[-1].attempt == 2
+
+    def test_a_person_who_stops_it_meanwhile_is_heard(self, tmp_path: Path) -> None:
+        job, back = ShrinkingJob(tmp_path), threading.Event()
+        write = job.plane.groups.write_copies
+        job.plane.groups.write_copies = lambda order: back.wait(60) and write(order)  # type: ignore[method-assign, assignment, return-value]
+        job.loses_ranks()
+        job.plane.steps(4)
+        job.plane.store.controls.ask(job.id, Control("p", "pause", "alice", job.plane.now))
+        job.plane.steps(2)
+        assert job.plane.state(job.id) == "paused"
+        back.set()
+        job.rest()
+        assert job.on_disk() == [15] and len(job.plane.supervisors.started) == 1
+
+    @pytest.mark.parametrize("lacks", ["a rank", "a newer step"])
+    def test_nobody_waits_for_what_memory_does_not_hold(self, tmp_path: Path, lacks: str) -> None:
+        job = ShrinkingJob(tmp_path)
+        if lacks == "a rank":
+            job.plane.groups.keepers[job.id][0].retain(job.id, range(7))
+        else:
+            written = EventDraft("checkpoint_written", 1.0, "written", {"step": 15})
+            job.plane.store.note(job.id, written)
+        assert job.plane.controller.next_attempt(job.id, 1, "a node died").attempt == 2

@@ -435,6 +435,7 @@ def test_keys_of_other_jobs_ranks_do_not_complete_a_step() -> None:
     assert points_in_memory([*keys, SnapshotKey("j", 2, 0, 0, 5)], 2) == [
         RestorePoint(5, "memory", 2, 0)
     ]
+    assert points_in_memory([SnapshotKey("j", 1, 0, rank, 5) for rank in range(3)], 2) == []
 
 
 class TestDamagedCopies:
