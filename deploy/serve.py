@@ -215,12 +215,26 @@ class Service:
                     self._tell_once(f"{job} can't be resumed yet: {error}")
                     continue
                 except (RefusedError, NotFoundError, SpecError) as refused:
+                    if self._pause_is_open(client, job):
+                        # Its host ended before its pause: that comes yet, and then its resume.
+                        continue
                     # As where a person has resumed or cancelled it, or it was never paused.
                     print(f"{job} is not resumed: {refused}", flush=True)
                 left.remove(job)
                 self._keep(left)
         except (ClientError, OSError) as error:
             self._tell_once(f"{', '.join(left)} can't be resumed yet: {error}")
+
+    def _pause_is_open(self, client: Client, job: str) -> bool:
+        """Whether a pause that a host's end asked for has no answer yet: it outlives the host."""
+        try:
+            asked = client.controls(job)
+        except NotFoundError:
+            return False
+        return any(
+            each["state"] == "accepted" and each["kind"] == "pause" and each["reason"] == REASON
+            for each in asked
+        )
 
     def _tell_once(self, line: str) -> None:
         """What is tried every second isn't told every second."""

@@ -12,6 +12,8 @@ from deploy.job_runner import AWAY_S, PAUSED, JobRunner
 from deploy.serve import STOP, ServeError, Service, serve
 from orchestrator.api.client_errors import ServerError
 from orchestrator.home.folder import Home
+from orchestrator.lifecycle import Cause, JobState
+from orchestrator.protocol import SupervisorBatch
 from orchestrator.spec.errors import SpecError
 from tests.unit.control_plane import ControlPlane
 
@@ -98,9 +100,15 @@ def test_asked_to_end_it_pauses_what_runs_and_keeps_whose_jobs_they_were(
     assert asked.control.kind == "pause"
     assert not (home.path / STOP).exists()
     assert json.loads((home.path / PAUSED).read_text()) == [running]
-    # The next start resumes just those, once; one that never came to its pause goes on anyway.
+    # The next start resumes just those, once. This one's pause comes only then, its resume after
+    # it: left out, it would stay paused for ever.
     service._resume_paused()
-    assert not (home.path / PAUSED).exists()
+    assert json.loads((home.path / PAUSED).read_text()) == [running]
+    paused = SupervisorBatch(1, transition=(JobState.PAUSED, Cause.PAUSE_ASKED))
+    plane.controller.report(running, 1, paused)
+    assert plane.state(running) == "paused"
+    service._resume_paused()
+    assert plane.state(running) == "queued" and not (home.path / PAUSED).exists()
 
 
 def test_a_head_that_does_not_start_is_told_and_nothing_is_waited_for(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.serve import PAUSED, Service, paused_by_host
+from deploy.serve import PAUSED, REASON, Service, paused_by_host
 from orchestrator.api.client_errors import (
     ClientError,
     NotAllowedError,
@@ -58,6 +58,7 @@ class Plane:
         self.given_s: float | None = None
         self.refusals: dict[str, list[ClientError]] = {}
         self.answered: list[str] = []
+        self.open: list[dict[str, Any]] = []
         self.told: dict[str, tuple[float, str]] = {}
         self.found = {name: self._job(name, "running") for name in names}
 
@@ -115,6 +116,9 @@ class Plane:
     def resume(self, name: str, _: str) -> dict[str, Any]:
         self._asked(f"resume {name}")
         return {}
+
+    def controls(self, _: str) -> list[dict[str, Any]]:
+        return self.open
 
     def close(self) -> None:
         pass
@@ -329,6 +333,20 @@ def test_a_job_waits_to_be_resumed_until_it_has_an_answer(
     plane.refusals = {}
     service._resume_paused()
     assert plane.answered == ["resume e", "resume d"] and not (tmp_path / PAUSED).exists()
+
+
+def test_a_job_whose_host_ended_before_its_pause_is_resumed_once_that_came(
+    clock: Clock, serving: Callable[..., Service], tmp_path: Path
+) -> None:
+    plane = Plane(clock, "a")
+    plane.open = [{"kind": "pause", "state": "accepted", "reason": REASON}]
+    plane.refusals = {"resume a": [RefusedError("a is running already")]}
+    (tmp_path / PAUSED).write_text(json.dumps(["a"]))
+    service = serving(plane)
+    service._resume_paused()
+    assert paused_by_host(Home(tmp_path)) == ["a"]
+    service._resume_paused()
+    assert plane.answered == ["resume a"] and not (tmp_path / PAUSED).exists()
 
 
 def test_time_of_a_stop_is_read_from_the_events_that_tell_it() -> None:
