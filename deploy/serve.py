@@ -193,7 +193,7 @@ class Service:
             print(f"jobs can't be paused, they go on from what is saved: {error}", flush=True)
 
     def _lost(self, job: str, given_s: float | None) -> str:
-        told = f"{job} was not paused in {self._grace_s:.0f} s: it goes on from what is saved"
+        told = f"{job} is not at rest after {self._grace_s:.0f} s: it goes on from what is saved"
         if given_s is None or given_s <= self._grace_s:
             return told
         return f"{told}; by its own word it needed up to {given_s:.0f} s for its last checkpoint"

@@ -298,7 +298,7 @@ def test_a_host_whose_grace_is_too_short_tells_what_is_lost(
     plane.given_s = 3600.0
     serving(plane)._pause_all()
     told = capsys.readouterr().out
-    assert "a was not paused in 700 s" in told and "3600 s for its last checkpoint" in told
+    assert "a is not at rest after 700 s" in told and "3600 s for its last checkpoint" in told
 
 
 def test_a_host_that_ends_again_keeps_what_it_has_not_resumed_yet(
