@@ -126,6 +126,28 @@ def environment_of(name: str, folder: Path = FOLDER) -> Environment | Unavailabl
     return found
 
 
+def beside(package: str, folder: Path = FOLDER) -> Path | Unavailable:
+    """A folder with ``package`` alone, at its release of ``constraints.txt``, for a Python that has
+    what it needs: for what is compared within one process. Installed if it isn't."""
+    wanted = _pinned(package, ROOT / "constraints.txt")
+    place, log = folder / package, folder / f"{package}-install.log"
+    whole = place / WHOLE
+    if whole.exists() and whole.read_text() == wanted:
+        return place
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    log.write_text("")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q")
+    try:
+        run_to_end((*pip, "--no-deps", "--target", str(place), wanted), log, LIMIT_S)
+        load = f"import sys; sys.path.append({str(place)!r}); import {package}"
+        run_to_end((sys.executable, "-c", load), log, LIMIT_S)
+    except SideError as error:
+        return Unavailable(package, str(error))
+    whole.write_text(wanted)
+    return place
+
+
 def _why_not_whole(peer: Peer, found: Environment, log: Path) -> str:
     """Why it can't load what it must, empty if it can."""
     modules = (*peer.modules, "orchestrator.spec.job")

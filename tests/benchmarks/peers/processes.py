@@ -7,7 +7,7 @@
 
 Whatever a side starts inherits a mark in its environment, daemons and Ray's workers too, so that
 each is found and ended by its own id. Promises: ``end_all`` is over within a bound and tells what
-it could not end; processes without the mark are never signalled.
+it could not end; processes without the mark are never signalled, nor the one that asks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class SideError(RuntimeError):
 
 
 def new_mark() -> str:
-    """A mark that no other run has."""
-    return uuid.uuid4().hex
+    """A mark that no other run has. Within a run of another mark it begins with that one, whose
+    ``end_all`` ends it too."""
+    return "-".join(filter(None, (os.environ.get(MARK), uuid.uuid4().hex)))
 
 
 def environment(mark: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -107,11 +108,15 @@ def run_to_end(
 
 
 def of_mark(mark: str) -> list[psutil.Process]:
-    """All processes that carry it."""
+    """All processes that carry it, or one that began within it; never this one."""
     found = []
     for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            known = process.environ().get(MARK, "")
+            within = known == mark or known.startswith(f"{mark}-")
+            if within and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
