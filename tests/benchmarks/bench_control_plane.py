@@ -9,7 +9,8 @@ and a process of its own. Printed are median and p99 a size, the growth exponent
 medians, least squares on logarithmic paper) and the steepest of the slopes between neighbouring
 sizes: what a cost of its own at each call flattens in the one shows in the other. Fails where
 the first is above 1 or the other above 1.2, that is, where something grows faster than what it is
-made for; and where an aim in the table is missed. A size whose process fails or hangs is counted, and the others have their turn.
+made for; and where an aim in the table is missed. A size whose process fails or hangs is counted,
+and the others have their turn.
 """
 
 from __future__ import annotations
