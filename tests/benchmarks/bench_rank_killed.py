@@ -12,8 +12,9 @@ round. Sides take turns, another one first each round. Each keeps its state ever
 Per side: seconds from the fault to the end of the next new step; to that of the first one with all
 ranks, where survivors go on alone; steps done again; steps whose loss differs from the side's own
 undisturbed run, and by how much the mean of the last 10 does. Runs that failed or hung (no new
-step for two minutes) are counted beside these. ``--kept``: runs are kept in that file, and those in
-it are not done again.
+step for two minutes) are counted beside these; where it is a side's undisturbed run, the rows that
+compare with it have no value, and count it. Ratios are by rounds in which both were back.
+``--kept``: runs are kept in that file, and those in it are not done again.
 DeepSpeed's launcher isn't among them unless asked for (``--sides deepspeed``): it ends the other
 ranks and exits.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def main() -> None:
         left_out[LAUNCHER] = NO_RECOVERY
     report(
         "bench_rank_killed",
-        rows + _ratios(rows),
+        rows + _ratios(found),
         arguments.out,
         seconds=time.monotonic() - began,
         left_out=left_out,
@@ -131,17 +132,9 @@ def _line(side: str, turn: int | None, told: dict[str, Any]) -> str:
 
 def _rows(side: Side, told: Sequence[dict[str, Any]]) -> list[Result]:
     """``told``: the undisturbed run, then those with a fault."""
-    undisturbed = dict(map(tuple, told[0]["losses"]))
-    if told[0]["outcome"] != "undisturbed":
-        undisturbed = {}
     runs = told[1:]
     good = [run for run in runs if run["outcome"] == "recovered"]
-    hangs = sum(run["outcome"] == "hang" for run in runs)
-    whole: dict[str, Any] = {
-        "side": side.name,
-        "hangs": hangs,
-        "failures": len(runs) - len(good) - hangs,
-    }
+    whole: dict[str, Any] = {"side": side.name, **_counts(runs, "recovered")}
     setting = f"demo model, {LAYOUT}"
     outages = [run["outage_s"] for run in good if run["outage_s"] is not None]
     rows = [measured(OUTAGE, setting, outages, "s", note=side.how, **whole)]
@@ -151,37 +144,71 @@ def _rows(side: Side, told: Sequence[dict[str, Any]]) -> list[Result]:
     redone = [run["redone"] for run in good]
     rows.append(measured("… steps done again", setting, redone, "", **whole))
     found = [dict(map(tuple, run["losses"])) for run in good]
-    differing = [sum(of.get(step) != loss for step, loss in undisturbed.items()) for of in found]
+    # Without an undisturbed run there is nothing to compare with: rows without a value, which meet
+    # no aim.
+    undisturbed: dict[int, float] = {}
+    compared: dict[str, Any] = {**whole, "note": f"the undisturbed run: {told[0]['outcome']}"}
+    if told[0]["outcome"] == "undisturbed":
+        undisturbed = dict(map(tuple, told[0]["losses"]))
+        compared = whole
+    else:
+        for kind, count in _counts(told[:1], "undisturbed").items():
+            compared[kind] += count
+    differing = [
+        sum(of.get(step) != loss for step, loss in undisturbed.items())
+        for of in found
+        if undisturbed
+    ]
     equal = at_most(0) if side.name == OCTAVO else None
-    if undisturbed:
-        rows.append(measured("… steps of another loss", setting, differing, "", aim=equal, **whole))
+    rows.append(measured("… steps of another loss", setting, differing, "", aim=equal, **compared))
     finals = [final_difference(of, undisturbed) for of in found]
     percents = [100 * value for value in finals if value is not None]
-    rows.append(measured("… final loss, above undisturbed", setting, percents, "%", **whole))
+    rows.append(measured("… final loss, above undisturbed", setting, percents, "%", **compared))
     return rows
+
+
+def _counts(runs: Sequence[dict[str, Any]], wanted: str) -> dict[str, int]:
+    """Of runs that did not end as ``wanted``."""
+    hangs = sum(run["outcome"] == "hang" for run in runs)
+    failures = sum(run["outcome"] not in (wanted, "hang") for run in runs)
+    return {"failures": failures, "hangs": hangs}
 
 
 OUTAGE = "rank killed, to the next new step"
 
 
-def _ratios(rows: Sequence[Result]) -> list[Result]:
-    """Each peer's outage over Octavo's, of the medians."""
-    medians = {row.side: row for row in rows if row.name == OUTAGE and row.n}
-    own = medians.pop(OCTAVO, None)
-    if own is None:
+def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
+    """Each peer's outage over Octavo's, by rounds in which both were back.
+
+    Failures and hangs are Octavo's: no aim is met beside them. The peer's are told.
+    """
+    if OCTAVO not in found:
         return []
-    return [
-        measured(
-            f"outage of {name} over Octavo's",
-            row.setting,
-            [row.median / own.median],
-            "×",
-            aim=at_least(AIMS[name]) if name in AIMS else None,
-            failures=own.failures,
-            hangs=own.hangs,
+    own = found[OCTAVO][1:]
+    rows = []
+    for name, told in found.items():
+        if name == OCTAVO:
+            continue
+        ratios = [
+            theirs["outage_s"] / ours["outage_s"]
+            for theirs, ours in zip(told[1:], own, strict=True)
+            if all(run["outcome"] == "recovered" and run["outage_s"] for run in (theirs, ours))
+        ]
+        peers = _counts(told[1:], "recovered")
+        lost = sum(peers.values())
+        of = f"of {len(own)} of {name}'s, {peers['failures']} failed and {peers['hangs']} hung"
+        rows.append(
+            measured(
+                f"outage of {name} over Octavo's",
+                f"demo model, {LAYOUT}",
+                ratios,
+                "×",
+                aim=at_least(AIMS[name]) if name in AIMS else None,
+                note=of if lost else "",
+                **_counts(own, "recovered"),
+            )
         )
-        for name, row in medians.items()
-    ]
+    return rows
 
 
 if __name__ == "__main__":
