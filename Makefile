@@ -1,7 +1,8 @@
 # Octavo's commands for a checkout. The environment is .venv; nothing outside this folder is written.
 #   make install   create .venv          make demo [OUT=dir]   run the main job to its report
 #   make test      pass the tests        make lint             ruff, mypy, import directions
-#   make bench     run the benchmarks    make test-gpu [OUT=dir]  compare the backends on a GPU
+#   make bench [RESUME=1]      run the benchmarks (1: those that this commit hasn't run yet)
+#   make test-gpu [OUT=dir]    compare the backends on a GPU
 #   make incidents [OUT=dir]   every drill on every layout, and healthy jobs: a table in dir
 #   make faults [OUT=dir] [ROWS=a,b] [REPEAT=n]   a job on three hosts, a fault a row: a table in dir (root);
 #                              RESUME=1 goes on with what an interrupted one has left
@@ -63,7 +64,7 @@ lint: install
 	$(BIN)/lint-imports
 
 bench: install
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks $(if $(RESUME),--resume)
 
 incidents: install
 	$(BIN)/python -m tests.incidents --out $(OUT)/incidents.md
