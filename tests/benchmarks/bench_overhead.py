@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,12 @@ def _compared(
 
         chosen = {name: side for name, side in sides.items() if name in names}
         told = take_turns(chosen, rounds, tell)
-    setting = f"demo model, {layout}"
+    return rows_of(f"demo model, {layout}", told)
+
+
+def rows_of(setting: str, told: Mapping[str, Sequence[Run | Failed]]) -> list[Result]:
+    """Times of all, and of each but torchrun its ratio in rounds that have both, and how many
+    losses differ. Failures and hangs are the side's own; torchrun's are told."""
     rows = []
     for side, found in told.items():
         counts: dict[str, Any] = {"side": side, "failures": failures(found), "hangs": hangs(found)}

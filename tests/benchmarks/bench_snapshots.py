@@ -22,7 +22,7 @@ from typing import Any
 from orchestrator.api.client import Client
 from orchestrator.spec.job import JobSpec
 from tests.benchmarks.bench_overhead import compare_layouts, on_layout
-from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values
+from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values, why
 from tests.benchmarks.results import Aim, Result, at_most, measured
 from tests.benchmarks.sides import Run, cluster, under_octavo
 
@@ -98,7 +98,8 @@ def rows_of(
     for side, found in told.items():
         steps = [step_s(one.run) for one in values(found)]
         counts = {"failures": failures(found), "hangs": hangs(found)}
-        rows.append(measured(f"a step {side} {what}", setting, steps, "s", **counts))
+        name = f"a step {side} {what}"
+        rows.append(measured(name, setting, steps, "s", note=why(found), **counts))
     pairs = [
         (on.run, off.run)
         for on, off in zip(told[WITH], told[WITHOUT], strict=True)

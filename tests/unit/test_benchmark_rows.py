@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.benchmarks.bench_detection import RULES, Score, rows_of
+from tests.benchmarks.bench_overhead import rows_of as rows_of_sides
 from tests.benchmarks.bench_snapshots import EVERY, WITH, WITHOUT, Compared
 from tests.benchmarks.bench_snapshots import rows_of as rows_of_pairs
 from tests.benchmarks.peers.turns import Failed
@@ -24,6 +25,21 @@ def test_a_round_with_a_failure_has_no_ratio_and_meets_no_aim() -> None:
     assert (ratio.median, ratio.n, ratio.hangs, ratio.met) == (1.5, 1, 1, False)
     assert (rows["a step with snapshots"].n, rows["a step without snapshots"].n) == (1, 2)
     assert rows["written"].median == 3.0
+
+
+def test_overhead_counts_the_sides_own_failures_and_tells_torchruns() -> None:
+    redid = Failed("SideError: 247 steps were told of 240: it wasn't undisturbed", hung=False)
+    told: dict[str, list[Run | Failed]] = {
+        "octavo": [run(1.0, 2.0), redid, run(1.0, 2.0)],
+        "torchrun": [run(1.0, 2.0), run(1.0, 2.0), Failed("it hung", hung=True)],
+        "deepspeed": [run(1.1, 2.0), run(1.1, 1.9), run(1.1, 2.0)],
+    }
+    rows = {(row.name, row.side): row for row in rows_of_sides("here", told)}
+    ours = rows["a step over torchrun's", "octavo"]
+    assert (ours.n, ours.failures, ours.hangs, ours.met) == (1, 1, 0, False)
+    assert ours.note == "torchrun: it hung"
+    assert rows["a step", "octavo"].note.startswith("SideError: 247 steps")
+    assert rows["steps of another loss than torchrun's", "deepspeed"].values == (0, 1)
 
 
 def test_losses_that_differ_are_counted() -> None:
