@@ -36,6 +36,7 @@ from tests.benchmarks.results import (
     Report,
     commit,
     markdown,
+    measured,
     read,
     without_rows,
     write,
@@ -72,6 +73,8 @@ KEEPING = frozenset(
     ("bench_rank_killed", "bench_instability", "bench_hooks", "bench_curves", "bench_parity")
 )
 """Those that keep single runs in a file (``--kept``)."""
+WITH_TORCHAO = frozenset(("bench_fp8_linear", "bench_fp8_step", "bench_parity"))
+"""Those that compare with torchao, within one process."""
 LIMIT_HOURS = 5.0
 """Twice what the longest takes."""
 END_S = 90.0
@@ -88,27 +91,15 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT_HOURS, help="hours, of each")
     asked = parser.parse_args()
     names = tuple(asked.names or BENCHMARKS)
-    torchao = beside("torchao", FOLDER)
-    if isinstance(torchao, Unavailable):
-        print(f"torchao: {torchao.reason}", file=sys.stderr)
-    paths = () if isinstance(torchao, Unavailable) else (torchao,)
-    reports = run_all(names, asked.out, asked.limit * 3600, resume=asked.resume, paths=paths)
+    reports = run_all(names, asked.out, asked.limit * 3600, resume=asked.resume)
     print(f"\n{markdown(table(reports))}\n\n{asked.out}/bench.md, bench.json")
     return sum(bool(made.failed) for made in reports if made.benchmark in names)
 
 
 def run_all(
-    names: Sequence[str],
-    out: Path,
-    limit_s: float,
-    *,
-    resume: bool = False,
-    paths: Sequence[Path] = (),
+    names: Sequence[str], out: Path, limit_s: float, *, resume: bool = False
 ) -> list[Report]:
-    """All reports that are in ``out`` after ``names`` have run, by name.
-
-    ``paths``: folders of packages that benchmarks find beside what is installed.
-    """
+    """All reports that are in ``out`` after ``names`` have run, by name."""
     at = commit()
     known = bool(at) and not at.endswith(CHANGED)
     if resume and not known:
@@ -126,7 +117,7 @@ def run_all(
             if not resume:
                 kept.unlink(missing_ok=True)
             arguments += ["--kept", str(kept)]
-        run(name, arguments, out, limit_s, paths)
+        run(name, arguments, out, limit_s, _beside() if name in WITH_TORCHAO else ())
         write_table(table(read(out)), out)
     return read(out)
 
@@ -134,8 +125,20 @@ def run_all(
 def table(reports: Sequence[Report]) -> list[Report]:
     """``reports`` in the order of ``BENCHMARKS``, each that isn't among them as a row of that."""
     found = {made.benchmark: made for made in reports}
-    missing = {name: Report(name, without_rows(name, "not run yet").rows) for name in BENCHMARKS}
+    missing = {
+        name: Report(name, (measured(name, "as a whole", [], "", note="not run yet"),))
+        for name in BENCHMARKS
+    }
     return [found.pop(name, missing[name]) for name in BENCHMARKS] + list(found.values())
+
+
+def _beside() -> Sequence[Path]:
+    torchao = beside("torchao", FOLDER)
+    if isinstance(torchao, Unavailable):
+        # The benchmark tells that it isn't there; this is why.
+        print(f"torchao: {torchao.reason}", file=sys.stderr, flush=True)
+        return ()
+    return (torchao,)
 
 
 def _done(out: Path, name: str, at: str) -> bool:
@@ -152,7 +155,10 @@ def run(
     name: str, arguments: Sequence[str], out: Path, limit_s: float, paths: Sequence[Path] = ()
 ) -> None:
     """Run one to its end, its output shown and kept in ``out``; where it leaves no result there,
-    write one of what became of it."""
+    write one of what became of it.
+
+    ``paths``: folders of packages that it finds beside what is installed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     result = out / f"{name}.json"
     result.unlink(missing_ok=True)

@@ -210,10 +210,12 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def _origins(reports: Sequence[Report]) -> list[tuple[list[str], dict[str, Any]]]:
     """Benchmarks by where, when and with what they were made. One that names more packages than
-    another, and none at another version, is of the same origin."""
+    another, and none at another version, is of the same origin. What wasn't made has none."""
     found: list[tuple[list[str], dict[str, Any]]] = []
     for report in reports:
         made = report.made
+        if not made:
+            continue
         versions = made.get("versions", {})
         for names, known in found:
             same = all(made.get(k) == known.get(k) for k in ("machine", "commit", "time"))
