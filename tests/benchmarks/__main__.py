@@ -73,7 +73,7 @@ KEEPING = frozenset(
     ("bench_rank_killed", "bench_instability", "bench_hooks", "bench_curves", "bench_parity")
 )
 """Those that keep single runs in a file (``--kept``)."""
-WITH_TORCHAO = frozenset(("bench_fp8_linear", "bench_fp8_step", "bench_parity"))
+WITH_TORCHAO = frozenset(("bench_fp8_linear", "bench_fp8_step", "bench_fidelity", "bench_parity"))
 """Those that compare with torchao, within one process."""
 LIMIT_HOURS = 5.0
 """Twice what the longest takes."""

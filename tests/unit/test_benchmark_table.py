@@ -112,3 +112,7 @@ def test_what_a_run_within_a_benchmark_started_is_ended_with_it(
         assert within.poll() is not None and apart.poll() is None
     finally:
         end_all(other)
+
+
+def test_all_that_are_treated_apart_are_benchmarks() -> None:
+    assert set(bench.BENCHMARKS) >= bench.KEEPING | bench.WITH_TORCHAO
