@@ -60,8 +60,9 @@ class Stops:
         self._until = dict.fromkeys(jobs, time.monotonic() + LONGEST_STOP_S)
 
     def going_on(self) -> list[str]:
-        """Those that are not at rest, as far as is known."""
-        return [name for name, job in self.jobs.items() if not at_rest(job)]
+        """Those that are not at rest, as far as is known: what ``jobs`` came with may be old, so
+        that nothing is known of those whose order is still to be given."""
+        return [n for n, job in self.jobs.items() if n in self._unasked or not at_rest(job)]
 
     def wait(self) -> None:
         """Until all are at rest, their time is up, or the host is gone. Raises ``ClientError``

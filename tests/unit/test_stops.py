@@ -245,7 +245,7 @@ def test_run_waits_for_the_last_checkpoint_though_a_poll_is_refused(
     plane = Plane(clock, "a")
     plane.refusals = {"cancel a": [LOCKED], "job a": [LATE]}
     work = _Work(None, "job.yaml", None, sys.stdout)  # type: ignore[arg-type]
-    work.job = dict(plane.found["a"])
+    work.job = {**plane.found["a"], "state": "queued"}  # as it was when it was submitted
     work._host = SimpleNamespace(alive=lambda: True)  # type: ignore[assignment]
     work._cancel(plane, "a", "interrupted")  # type: ignore[arg-type]
     assert work.job["state"] == "cancelled"
