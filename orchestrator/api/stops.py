@@ -56,13 +56,13 @@ class Stops:
         """Seconds that jobs said their stops may take."""
         self._client, self._order, self._gone, self._bound = client, order, gone, bound
         self._unasked = set(asked)
+        self._unseen = set(jobs)
         self._heard = dict.fromkeys(jobs, 0)
         self._until = dict.fromkeys(jobs, time.monotonic() + LONGEST_STOP_S)
 
     def going_on(self) -> list[str]:
-        """Those that are not at rest, as far as is known: what ``jobs`` came with may be old, so
-        that nothing is known of those whose order is still to be given."""
-        return [n for n, job in self.jobs.items() if n in self._unasked or not at_rest(job)]
+        """Those that are not at rest, as far as is known: what ``jobs`` came with may be old."""
+        return [n for n, job in self.jobs.items() if n in self._unseen or not at_rest(job)]
 
     def wait(self) -> None:
         """Until all are at rest, their time is up, or the host is gone. Raises ``ClientError``
@@ -91,11 +91,13 @@ class Stops:
             self._unasked.discard(name)
         try:
             self.jobs[name] = self._client.job(name)
+            self._unseen.discard(name)
             self._hear(name)
         except MOMENTARY:
             raise
         except NotFoundError:
             self.jobs[name] = {**self.jobs[name], "settled": True}
+            self._unseen.discard(name)
         except ClientError:
             # A token that was revoked meanwhile ends no checkpoint.
             return
