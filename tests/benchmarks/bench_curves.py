@@ -1,10 +1,11 @@
 """Final losses of the demo's model with gradients exchanged in FP8, against FP32.
 
     python -m tests.benchmarks.bench_curves [--steps 240] [--seeds 0 1 2] [--replicas 2]
-                                            [--kept rows.json] [--out DIR]
+                                            [--precisions fp8] [--kept rows.json] [--out DIR]
 
 Each run is the demo's model, batches, schedule and ZeRO stage on two data-parallel replicas, one
-rank and thread each, without its drill and its pipeline; in the demo's FP8 linears and in BF16.
+rank and thread each, without its drill and its pipeline; in the demo's FP8 linears or, asked for,
+in BF16 (which ``bench_hooks`` trains too, beside DDP's).
 Runs of a seed start from the same weights and see the same batches, so that they differ by the
 exchange alone. The final loss is the mean of the last twenty steps. Two exchanges can't be told
 apart where the ranges of their final losses over the seeds overlap: what seeds change is then as
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp8"])
     parser.add_argument("--kept", type=Path, help="JSON file of finished runs, read and written")
     add_arguments(parser)
     asked = parser.parse_args()

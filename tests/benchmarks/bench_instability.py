@@ -1,7 +1,7 @@
 """Unstable training: Octavo against what a user could take instead, on the same fault.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.bench_instability [--steps 300] [--onset 175]
-        [--seeds 0 1 2] [--sides octavo torchrun …] [--faults nan_passing …] [--every 50]
+        [--seeds 0 1 2] [--sides octavo torchrun …] [--faults nan_passing …] [--every 10]
         [--kept FILE] [--out DIR]
 
 Every side trains one small model (FP8 linears, one process) on the same batches from the same
@@ -43,6 +43,7 @@ from orchestrator.spec.job import JobSpec, spec_yaml
 from tests.benchmarks.back_on_curve import Curve, Executed, Verdict, curve_of, judge, tolerance
 from tests.benchmarks.demo_runs import Rows
 from tests.benchmarks.peers.instability_train import RAISED, STEPS, STOPPED
+from tests.benchmarks.peers.jobs import SAVE_EVERY
 from tests.benchmarks.peers.processes import (
     ROOT,
     Program,
@@ -89,7 +90,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
 }
 SIDES = (OCTAVO, *RULES)
-OURS = "a job with the defaults of its spec"
+OURS = "a job with the defaults of its spec, without Ray, controller, store and W&B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--onset", type=int, default=175, help="the fault's step")
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=SAVE_EVERY, help="steps between checkpoints")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=list(FAULTS))
@@ -311,7 +312,9 @@ def table(
         of_side = [runs[side, None, seed] for seed in seeds]
         whole = [(run, curve_of(run.executed)) for run in of_side if run.ended == "finished"]
         lost = [_judged(run, curve, numbers, within).lost for run, curve in whole]
-        note = f"{RULES[side].label}; {RULES[side].source}" if side in RULES else OURS
+        note = OURS
+        if side in RULES:
+            note = f"{RULES[side].label}, in our loop by its source: {RULES[side].source}"
         yield measured(
             "nothing wrong: steps lost", shape, lost, "", side=side, note=note, **_beside(of_side)
         )
