@@ -58,8 +58,9 @@ def is_due(
 
 def last_write_s(nbytes: int, longest_s: float) -> float:
     """Seconds that the last checkpoint may take, of ``nbytes`` of all ranks; ``longest_s``: what
-    the slowest so far took, 0 where there was none. Pure."""
-    foretold = SHOWN_TIMES * longest_s if longest_s else nbytes / LEAST_WRITE_RATE
+    the slowest so far took, 0 where there was none. By weight it is never less, for who counts may
+    have begun a moment ago, and have seen none of the slow ones. Pure."""
+    foretold = max(SHOWN_TIMES * longest_s, nbytes / LEAST_WRITE_RATE)
     return min(max(WRITE_TIMEOUT_S, foretold), MOST_WRITE_S)
 
 
@@ -68,7 +69,7 @@ class CheckpointWriter:
 
     def __init__(self, job_dir: Path) -> None:
         self.longest_s = 0.0
-        """What the slowest write so far took."""
+        """What the slowest write so far took; of those that came to a file."""
         self._job_dir = job_dir
         self._queue = PoliteQueue[_Write]("checkpoint writer", self._write)
 
@@ -101,5 +102,6 @@ class CheckpointWriter:
             )
         except Exception as error:  # noqa: BLE001 - a checkpoint less is told, never fatal
             found = error
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
+        else:
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
         write.told(found)

@@ -56,7 +56,7 @@ class Stops:
         """Seconds that jobs said their stops may take."""
         self._client, self._order, self._gone, self._bound = client, order, gone, bound
         self._unasked = set(asked)
-        self._unseen = set(jobs)
+        self._unseen = set(self._unasked)
         self._heard = dict.fromkeys(jobs, 0)
         self._until = dict.fromkeys(jobs, time.monotonic() + LONGEST_STOP_S)
 

@@ -139,8 +139,9 @@ def bring_down(home: Home, user: str, output: Output) -> int:
         return 0
     stops: Stops | None = None
     try:
-        stops = _stops(Client.of_home(home), home, f"`octavo down` by {user}")
-        _end_jobs(stops, told)
+        with contextlib.suppress(KeyboardInterrupt):
+            stops = _stops(Client.of_home(home), home, f"`octavo down` by {user}")
+            _end_jobs(stops, told)
     except ClientError as error:
         # Whoever wants it down gets it down; the jobs go on from what they have saved.
         print(f"the controller can't be asked to end its jobs: {error}", file=told)
@@ -188,8 +189,7 @@ def _end_jobs(stops: Stops, told: TextIO) -> None:
             file=told,
             flush=True,
         )
-        with contextlib.suppress(KeyboardInterrupt):
-            stops.wait()
+        stops.wait()
 
 
 def _last_word(job: dict[str, Any], *, cut_off: bool) -> str:

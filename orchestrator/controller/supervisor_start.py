@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from itertools import takewhile
 
 from launch.rank_errors import in_one_line
 from monitoring.secrets import secrets_of, without
@@ -76,15 +75,20 @@ class SupervisorStart:
         return attempts.begin(row.id, reason, now)
 
     def _failures(self, row: JobRow) -> int:
-        """How often the start of this attempt has failed in a row; 0 unless that is the last that
-        is known of it: a try whose end isn't told may have begun a supervisor."""
+        """How often the start has failed in a row; 0 unless a failure is the last that is known of
+        it: a try whose end isn't told may have begun a supervisor."""
         kinds = ("state", "attempt", AGAIN, NOT_STARTED)
-        told = self._store.past.newest_events(row.id, kinds, 2 * TRIES)
-        tries = [
-            event["kind"]
-            for event in takewhile(lambda e: e["kind"] in (AGAIN, NOT_STARTED), reversed(told))
-        ]
-        return tries.count(NOT_STARTED) if tries[:1] == [NOT_STARTED] else 0
+        told = [e["kind"] for e in self._store.past.newest_events(row.id, kinds, 3 * TRIES)]
+        if told[-1:] != [NOT_STARTED]:
+            return 0
+        failures, after = 0, ""
+        for kind in reversed(told):
+            # One that began for a further try, elsewhere, belongs to the row.
+            if kind == "state" or (kind == "attempt" and after != AGAIN):
+                break
+            failures += kind == NOT_STARTED
+            after = kind
+        return failures
 
     def _failed(self, row: JobRow, times: int, why: str, now: float) -> None:
         told = f"Its supervisor could not be started ({times} of {TRIES} tries): {why}"

@@ -96,8 +96,10 @@ class _Look:
     step: int
     """The newest in memory."""
     given_s: float
-    """Seconds after which the storage is taken to hang: each part of it ends before, otherwise."""
+    """Seconds after ``since`` in which the part that is being done ends, or its storage hangs."""
     began: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)
+    """When that part began."""
     thread: threading.Thread = field(default_factory=threading.Thread)
     told: bool = False
     given_up: threading.Event = field(default_factory=threading.Event)
@@ -108,6 +110,10 @@ class _Look:
         steps = {key.step for nbytes in copies for key in nbytes}
         writes = patience_s(max((sum(nbytes.values()) for nbytes in copies), default=0))
         return cls(max(steps, default=0), 2 * STORAGE_S + writes)
+
+    def writes(self, seconds: float) -> None:
+        """A write of at most ``seconds`` begins: more copies may have been found than at first."""
+        self.given_s, self.since = STORAGE_S + seconds, time.monotonic()
 
 
 class Rescue:
@@ -157,8 +163,9 @@ class Rescue:
 
     def _is_over(self, job: str, look: _Look) -> bool:
         """Not while it is at work, unless the storage lets no call return."""
-        waited = time.monotonic() - look.began
-        if look.thread.is_alive() and waited <= look.given_s:
+        now = time.monotonic()
+        waited = now - look.began
+        if look.thread.is_alive() and now - look.since <= look.given_s:
             if waited > TOLD_AFTER_S and not look.told:
                 look.told = True
                 self._store.note(job, _at_work(look, self._clock()))
@@ -189,13 +196,13 @@ class Rescue:
             # One that is busy with gigabytes may hold what the others lack.
             time.sleep(AGAIN_S)
             held = self._groups.copies(job)
-        tried = self._try(last, held, patient=time.monotonic() < deadline)
+        tried = self._try(last, held, look, patient=time.monotonic() < deadline)
         while tried.may_pass:
             # What ends ranks is often the storage, which comes back. The last try is one without
             # patience, however long those before it took.
             time.sleep(AGAIN_S)
             patient = time.monotonic() < deadline
-            again = self._try(last, self._groups.copies(job), patient=patient)
+            again = self._try(last, self._groups.copies(job), look, patient=patient)
             if tried.lost_sight(again):
                 break
             tried = again
@@ -227,7 +234,9 @@ class Rescue:
             extra={"job_dir": row.job_dir, RANK_PEAK: rank_peak_tokens_per_s(row.spec)},
         )
 
-    def _try(self, last: ResumeState, held: Mapping[int, Inventory], *, patient: bool) -> _Try:
+    def _try(
+        self, last: ResumeState, held: Mapping[int, Inventory], look: _Look, *, patient: bool
+    ) -> _Try:
         """``patient``: while disk doesn't say what it has, nothing is written to it."""
         spec, ranks = last.spec, sum(node.slots for node in last.nodes)
         shelf = CheckpointShelf(last.job_dir, spec.checkpoint.num_to_keep, ranks, facts_of(spec))
@@ -244,6 +253,10 @@ class Rescue:
             order = DiskOrder(
                 Path(last.job_dir), last.attempt, last.timeline, seats, world, patience_s(nbytes)
             )
+            look.writes(order.timeout_s)
+            if look.given_up.is_set():
+                # Whoever goes on with the job has the folder of this attempt, too.
+                break
             why = self._write(order, shelf, point.step, last.actions)
             told.append(_told(point.step, why, self._clock()))
             if not why:

@@ -85,7 +85,7 @@ class CheckpointShelf:
         self._damaged: dict[Path, str] = {}
         self._news: list[tuple[Path, str]] = []
         self.failed: tuple[int, str] | None = None
-        """The newest step that could not be written, and why; None once a later one was."""
+        """The step that could not be written last, and why; None once another one was since."""
         self.unseen = ""
         """Why what ``points`` gave last may not be all; empty: it is."""
         self.unopened = ""
@@ -257,8 +257,7 @@ class CheckpointShelf:
         self._close(step)
         path = str(checkpoint_folder(self._job_dir, report.step))
         self._newest = RestorePoint(report.step, "disk", report.attempt, report.timeline, path)
-        if self.failed is not None and self.failed[0] <= report.step:
-            self.failed = None
+        self.failed = None
         if self._held is not None:
             let_go(*self._held)
             self._held = None

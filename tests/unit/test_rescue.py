@@ -24,6 +24,7 @@ from orchestrator.controller.tending import NoNodesError
 from orchestrator.events import EventDraft
 from orchestrator.lifecycle import Cause, JobState
 from orchestrator.nodes import rescue
+from orchestrator.nodes.rescue import _Look
 from orchestrator.protocol import SupervisorBatch
 from orchestrator.recovery.controls import Control
 from orchestrator.saved import checkpoint_shelf
@@ -296,6 +297,14 @@ def test_a_storage_that_lets_no_call_return_holds_no_nodes_for_ever(
         if thread.name == f"rescue {job.id}":
             thread.join(20)
     assert plane.told(job.id, "checkpoint_failed") == [why]
+
+
+def test_a_write_has_its_time_though_its_copies_were_not_found_at_the_first_look() -> None:
+    look = _Look.of({})
+    assert look.given_s < 2 * rescue.STORAGE_S + 100
+    began = look.since
+    look.writes(7200.0)
+    assert look.given_s == rescue.STORAGE_S + 7200.0 and look.since >= began
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -173,6 +173,20 @@ def test_an_error_of_the_job_itself_does_not_pass(error: Exception, outside: boo
     assert lies_outside(error) is outside
 
 
+def test_nodes_that_change_with_each_try_begin_no_new_row_of_tries(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, 4, 4)
+    starts = Starts(plane)
+    job = plane.submit()
+    for _ in range(600):
+        tried = len(starts.tried)
+        plane.steps(1)
+        if len(starts.tried) > tried and plane.store.job(job).nodes:
+            plane.groups.dead.clear()
+            plane.groups.dead.add(plane.store.job(job).nodes[0].node_id)
+    assert plane.state(job) == "paused"
+    assert len(starts.tried) == TRIES and len({attempt for _, attempt in starts.tried}) > 1
+
+
 def test_what_a_person_asks_for_meanwhile_is_done_at_once(plane: ControlPlane) -> None:
     Starts(plane)
     job = plane.submit()
