@@ -59,6 +59,17 @@ def test_the_last_rank_makes_a_step_a_checkpoint_and_points_name_it(tmp_path: Pa
     assert (point.step, point.tier, point.attempt) == (10, "disk", 1)
 
 
+def test_a_storage_works_again_once_any_step_was_written(tmp_path: Path) -> None:
+    shelf = shelf_of(tmp_path)
+    assert shelf.works
+    shelf.lose(failed(1, 200))
+    assert not shelf.works and shelf.failed is not None and "No space left" in shelf.failed[1]
+    # The job has gone back since: an older step it is.
+    shelf.add(written(tmp_path, 0, 150, timeline=1))
+    assert shelf.add(report := written(tmp_path, 1, 150, timeline=1))
+    assert shelf.commit(report) == "" and shelf.works and shelf.failed is None
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_a_step_that_one_rank_has_no_room_for_takes_none_and_the_next_one_works(
     tmp_path: Path, late: bool

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from launch.checkpoint_writer import LEAST_WRITE_RATE, MOST_WRITE_S, WRITE_TIMEOUT_S, last_write_s
+from launch.attempt_folder import open_attempt
+from launch.checkpoint_writer import (
+    LEAST_WRITE_RATE,
+    MOST_WRITE_S,
+    WRITE_TIMEOUT_S,
+    CheckpointWriter,
+    last_write_s,
+)
 from launch.commands import SnapshotReport
+from launch.digests import digest_of
+from launch.snapshots import SnapshotKey
 from orchestrator.controller.tending import CANCEL_GRACE_S
 from orchestrator.lifecycle import LONGEST_STOP_S
 from orchestrator.recovery.controls import Control
@@ -205,3 +216,17 @@ def test_all_ranks_bytes_are_known_from_their_snapshots(bench: Make) -> None:
     job.train(1)
     ask(job)
     assert job.settled().event("stopping").detail["nbytes"] == WORLD * LARGE.nbytes
+
+
+def test_a_write_that_fails_shows_nothing_of_how_long_one_takes(tmp_path: Path) -> None:
+    told: list[object] = []
+    writer = CheckpointWriter(tmp_path)
+    key = SnapshotKey("job", 1, 0, 0, 5)
+    writer.write(key, b"state", digest_of(b"state"), told.append)  # no attempt has its folder
+    assert writer.wait(10.0)
+    assert isinstance(told[0], OSError) and writer.longest_s == 0.0
+    open_attempt(tmp_path, 1)
+    writer.write(key, b"state", digest_of(b"state"), told.append)
+    assert writer.wait(10.0)
+    assert isinstance(told[1], Path) and writer.longest_s > 0.0
+    writer.close()
