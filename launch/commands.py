@@ -215,6 +215,8 @@ class CopyFailed:
     tier: Literal["ring", "memory", "partner", "disk"]
     error: str
     """One sentence for a person."""
+    left_out: bool = False
+    """It was not tried, as the one before it is still being written."""
 
 
 @dataclass(frozen=True, slots=True)

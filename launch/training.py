@@ -293,7 +293,7 @@ class TrainingLoop:
         logger.warning("no checkpoint of step %d: %s", self._step, why)
         if a.rank == 0:
             place = (a.attempt, self._timeline, a.rank, self._step)
-            self._reporter.send(CopyFailed(*place, "disk", why))
+            self._reporter.send(CopyFailed(*place, "disk", why, left_out=True))
 
     def _snapshot(self, *, to_disk: bool, replicated: bool) -> None:
         self._random.capture()

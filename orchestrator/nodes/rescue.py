@@ -295,8 +295,10 @@ def worth_keeping(
     ranks = sum(node.slots for node in last.nodes)
     of: dict[int, set[SnapshotKey]] = {}
     for inventory in held.values():
+        # A keeper that outlived an older Octavo's end doesn't tell.
+        worlds: Mapping[SnapshotKey, int] = getattr(inventory, "worlds", {})
         for key in inventory.nbytes:
-            of.setdefault(inventory.worlds.get(key) or ranks, set()).add(key)
+            of.setdefault(worlds.get(key) or ranks, set()).add(key)
     whole = [point for world, keys in of.items() for point in points_in_memory(keys, world)]
     made: list[Made] = [*on_disk, *chain.from_iterable(of.values())]
     in_memory = [point for point in whole if not _passed_by(point, made)]

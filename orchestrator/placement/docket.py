@@ -11,6 +11,7 @@ with the one times the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -137,11 +138,15 @@ class Docket:
         return found
 
     def at_fault_after_all(self) -> list[Quarantine]:
-        """Of the job's nodes that failed a check and were left to other jobs: those that, by what
-        has passed it since, are not most of its nodes any more. As if that had been known at once;
-        in the order in which they failed."""
+        """Of the job's nodes that failed a check, each in an attempt of its own, and were left to
+        other jobs: those that, by what has passed it since, are not most of its nodes any more. As
+        if that had been known at once; in the order in which they failed."""
         found = []
+        together = Counter((one.attempt, one.check) for one in self._past if one.job == self._job)
         for case in self._past:
+            # What many nodes fail at once passes for all of them: it tells nothing of each.
+            if together[case.attempt, case.check] > 1:
+                continue
             machines = self._against.of(case.node_id, case.address)
             if not self._let_off(case, machines) or self._in_common(case) is not None:
                 continue

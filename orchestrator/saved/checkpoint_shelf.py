@@ -149,7 +149,9 @@ class CheckpointShelf:
             return
         if not writing.lost:
             writing.lost = True
-            self.failed = (report.step, f"no checkpoint of step {report.step}: {report.error}")
+            if report.tier == "disk" and not report.left_out:
+                why = f"no checkpoint of step {report.step}: {report.error}"
+                self.failed = (report.step, why)
             # Once a step, for thousands of ranks may say the same of it.
             self._try_to_open()
         self._said(report, writing)

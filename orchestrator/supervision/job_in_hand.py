@@ -5,6 +5,7 @@ Promises: it decides nothing; an action is durable when ``decided`` returns.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 
 from launch.commands import Order
@@ -12,12 +13,14 @@ from launch.rank_group import RankGroup
 from monitoring.records import Incident
 from orchestrator.actions import Action
 from orchestrator.lifecycle import Cause, JobState
+from orchestrator.planning.memory import job_memory
 from orchestrator.protocol import ResumeState
 from orchestrator.recovery.detector_bank import bank_of
 from orchestrator.recovery.way_back import left_open
 from orchestrator.saved.checkpoint_facts import facts_of
 from orchestrator.saved.checkpoint_shelf import CheckpointShelf
 from orchestrator.saved.restore import on_living_branch
+from orchestrator.spec.completion import complete
 from orchestrator.supervision import notices
 from orchestrator.supervision.attempt import world_size
 from orchestrator.supervision.attempt_state import AttemptState
@@ -82,7 +85,16 @@ class JobInHand:
         """Whether an end now loses nothing that was trained: what memory holds and no checkpoint
         does is written once the job has ended (``orchestrator.nodes.rescue``), by a storage that
         does as it should."""
-        return self.shelf.works or self.all_on_disk()
+        return self.all_on_disk() or (self.shelf.works and self._has_room())
+
+    def _has_room(self) -> bool:
+        """Whether the storage has room for a checkpoint, as far as it tells: this supervisor may
+        not have seen it fail. What a factory's model weighs only its ranks know."""
+        need = 1 if self.spec.model.factory else job_memory(complete(self.spec)).checkpoint
+        try:
+            return shutil.disk_usage(self.attempt.resume.job_dir).free >= need
+        except OSError:
+            return False
 
     def decided(
         self,

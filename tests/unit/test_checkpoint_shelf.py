@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,10 @@ def test_a_storage_works_again_once_any_step_was_written(tmp_path: Path) -> None
     assert shelf.works
     shelf.lose(failed(1, 200))
     assert not shelf.works and shelf.failed is not None and "No space left" in shelf.failed[1]
+    # One that was left out was not tried, and what a ring lacks is no fault of the disk.
+    shelf.lose(replace(failed(1, 210), left_out=True))
+    shelf.lose(replace(failed(1, 220), tier="ring"))
+    assert shelf.failed[0] == 200
     # The job has gone back since: an older step it is.
     shelf.add(written(tmp_path, 0, 150, timeline=1))
     assert shelf.add(report := written(tmp_path, 1, 150, timeline=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -538,6 +539,19 @@ class TestPause:
             "refused",
             "attempt 1 is over, and attempt 2 began on the nodes that were there",
         )
+
+    def test_a_new_supervisor_does_not_take_a_full_disk_for_one_that_works(
+        self, bench: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = bench()
+        job.train(12)
+        job.ranks.lose(0)
+        job.step()
+        full = SimpleNamespace(free=100)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: full)
+        job.supervision.ask([control("pause")])
+        job.step()
+        assert job.supervision.phase is Phase.TRAINING, "the copy in memory would be lost"
 
     def test_before_anything_was_trained_it_is_done_at_once(self, bench: Make) -> None:
         job = bench()
