@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.keeper import Keeper
@@ -11,10 +11,12 @@ from launch.preflight import Answer, Demand, Failure, Limits, Probe, Verdict, ju
 from launch.rank_group import Seat
 from orchestrator.controller.supervisors import LastWords
 from orchestrator.controller.tending import NoNodesError
+from orchestrator.events import EventDraft
+from orchestrator.lifecycle import Cause, JobState
 from orchestrator.supervision.phases import Phase
 from orchestrator.supervision.preflight_gate import PreflightGate
 from orchestrator.supervision.supervision import Supervision
-from tests.unit.control_plane import ControlPlane
+from tests.unit.control_plane import ControlPlane, tell, where
 from tests.unit.scripted_job import ScriptedRanks
 
 HUNG = Failure("no answer for 20 s (preflight.timeout_s)", False, "answer")
@@ -266,3 +268,24 @@ def test_jobs_of_one_node_each_do_not_add_up_to_the_cluster(tmp_path: Path) -> N
     go(plane, *jobs, passes=30)
     assert "preflight" not in left_out(plane).values()
     assert any(plane.told(job.job, "nodes_alike") for job in jobs)
+
+
+def test_what_all_nodes_failed_at_once_is_held_against_none_of_them_afterwards(
+    tmp_path: Path,
+) -> None:
+    plane = ControlPlane(tmp_path, *[4] * 8)
+    batches = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1}
+    job = plane.submit("toy", num_nodes=4, training=batches)
+    plane.steps(2)
+    hung = asdict(Failure("no answer for 20 s (preflight.timeout_s)", False, "answer"))
+    failed = dict.fromkeys(where(plane, job), hung)
+    told = EventDraft("preflight_failed", plane.now, "Failed.", {"failed": failed})
+    tell(plane, job, events=(told,), transition=(JobState.RECOVERING, Cause.RANK_LOST))
+    plane.controller.next_attempt(job, 1, "preflight failed")
+    plane.now += 60
+    tell(plane, job, transition=(JobState.RUNNING, Cause.FIRST_STEP))
+    plane.steps(2)
+    assert set(left_out(plane).values()) <= {"unfit"}, "the network was away, for all of them"
+    third = plane.submit("third", by="eve", num_nodes=2)
+    plane.steps(3)
+    assert plane.state(third) == "starting"
