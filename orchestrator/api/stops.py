@@ -68,27 +68,36 @@ class Stops:
         """Until all are at rest, their time is up, or the host is gone. Raises ``ClientError``
         where an order is refused for good, as for a token that may not give it."""
         while left := [name for name in self.going_on() if time.monotonic() < self._end_of(name)]:
-            for name in left:
-                try:
-                    self._turn(name)
-                except MOMENTARY:
-                    if self._gone():
-                        return
+            # All are told before any is looked at: their histories may be long.
+            for turn in (self._tell, self._look):
+                for name in left:
+                    try:
+                        turn(name)
+                    except MOMENTARY:
+                        if self._gone():
+                            return
             time.sleep(POLL_S)
 
     def _end_of(self, name: str) -> float:
         return self._until[name] if self._bound is None else self._bound
 
-    def _turn(self, name: str) -> None:
+    def _tell(self, name: str) -> None:
+        """Give its order, until it was heard."""
+        if name not in self._unasked:
+            return
+        try:
+            self._order(name)
+        except MOMENTARY:
+            raise
+        except (RefusedError, NotFoundError):
+            # It came to its end meanwhile, or heard it the first time.
+            pass
+        self._unasked.discard(name)
+
+    def _look(self, name: str) -> None:
+        """How it stands, once it has its order."""
         if name in self._unasked:
-            try:
-                self._order(name)
-            except MOMENTARY:
-                raise
-            except (RefusedError, NotFoundError):
-                # It came to its end meanwhile, or heard it the first time.
-                pass
-            self._unasked.discard(name)
+            return
         try:
             self.jobs[name] = self._client.job(name)
             self._unseen.discard(name)

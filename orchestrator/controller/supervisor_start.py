@@ -50,10 +50,14 @@ class SupervisorStart:
         """Don't start it before: what ended the one before it may pass."""
         self._not_before[job] = until
 
+    def forget(self, job: str) -> None:
+        """Whoever resumes it has seen to what it rested for."""
+        self._not_before.pop(job, None)
+
     def start(self, row: JobRow, reason: str, now: float) -> None:
         """Start the supervisor of the job's next attempt, which begins for ``reason``; of the
         present one where that failed."""
-        self._not_before.pop(row.id, None)
+        self.forget(row.id)
         failures = self._failures(row)
         resume = self._begun(row, reason, now, again=failures > 0)
         if failures:

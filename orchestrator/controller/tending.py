@@ -192,6 +192,7 @@ class Tending:
         else:
             self._desk.release(row)
         self._stops.discard(row.id)
+        self._start.forget(row.id)
         self._since = {k: t for k, t in self._since.items() if k[0] != row.id}
         return True
 

@@ -140,6 +140,9 @@ class Rescue:
             return False
         last = self._store.attempts.resume_state(row.id)
         found = worth_keeping(self._groups.copies(row.id), (), last)
+        if self._groups.silent(row.id):
+            # One that is busy may hold what the others lack: ``over`` waits for it.
+            return True
         return bool(found) and found[0].step > newest_written(last.written)
 
     def over(self, row: JobRow) -> bool:

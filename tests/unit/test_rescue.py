@@ -444,6 +444,16 @@ class TestBeforeFewerRanks:
         assert len(job.plane.told(job.id, "checkpoint_failed")) == 1
         assert job.plane.supervisors.started[-1].attempt == 2
 
+    def test_a_keeper_that_is_busy_as_it_is_asked_is_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rescue, "AGAIN_S", 0.01)
+        job = ShrinkingJob(tmp_path)
+        job.plane.groups.mute = 3
+        job.loses_ranks()
+        job.passes()
+        assert job.on_disk() == [15] and job.plane.supervisors.started[-1].attempt == 2
+
     def test_a_person_who_stops_it_meanwhile_is_heard(self, tmp_path: Path) -> None:
         job, back = ShrinkingJob(tmp_path), threading.Event()
         write = job.plane.groups.write_copies

@@ -152,6 +152,12 @@ def test_a_poll_and_an_order_that_are_refused_for_a_moment_are_said_again(
     assert found.going_on() == []
 
 
+def test_all_have_their_orders_before_any_is_looked_at(clock: Clock) -> None:
+    plane = Plane(clock, "a", "b", "c")
+    stop(plane).wait()
+    assert plane.answered[:4] == ["cancel a", "cancel b", "cancel c", "job a"]
+
+
 def test_an_order_that_is_refused_or_finds_no_job_is_not_said_again(clock: Clock) -> None:
     plane = Plane(clock, "a", "b", takes_s=5.0)
     plane.told = {"a": (clock.now, "succeeded"), "b": (clock.now, "succeeded")}

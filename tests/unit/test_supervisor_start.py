@@ -158,6 +158,20 @@ def test_what_may_pass_is_waited_for_longer_each_time_and_ends_in_a_pause(
     assert len(gaps) == 2 and gaps[0] >= 30 and gaps[1] >= 120
 
 
+def test_a_resume_ends_the_rest_before_it(plane: ControlPlane) -> None:
+    job = running(plane)
+    plane.supervisors.words = LastWords("OSError: no", raised=True, outside=True)
+    plane.supervisors.done.add(job)
+    plane.steps(2)
+    assert plane.state(job) == "recovering" and len(plane.supervisors.started) == 1
+    plane.store.controls.ask(job, Control("p", "pause", "alice", plane.now))
+    plane.steps(4)
+    assert plane.state(job) == "paused"
+    plane.controller.resume(job, "resumed by alice")
+    plane.steps(4)
+    assert len(plane.supervisors.started) == 2
+
+
 @pytest.mark.parametrize(
     ("error", "outside"),
     [
