@@ -177,6 +177,7 @@ def loss_rows(finals: Finals, equal: Mapping[Side, bool], steps: int) -> list[Re
         name = "final loss, above the trainer's FP32 exchange"
         rows.append(measured(name, setting, own, "%", side=side.name, note=note + told, **missed))
     rank = least_rank(equal)
+    tried = ", ".join(str(rank) for rank in sorted({side.rank for side in equal if side.rank}))
     rows.append(
         measured(
             "PowerSGD's least rank at equal loss",
@@ -184,7 +185,7 @@ def loss_rows(finals: Finals, equal: Mapping[Side, bool], steps: int) -> list[Re
             [] if rank is None else [float(rank)],
             "",
             side="DDP PowerSGD hook",
-            note="none of those tried" if rank is None else "",
+            note=f"{'none' if rank is None else 'least'} of {tried}",
         )
     )
     return rows

@@ -1,7 +1,7 @@
 """Final losses of every FP8 recipe and of torchao's emulations, against BF16: several seeds.
 
     python -m tests.benchmarks.bench_parity [--steps 500] [--seeds 0 1 2] [--processes 2]
-                                            [--numerics bf16 delayed …] [--kept FILE] [--out DIR]
+        [--numerics bf16 delayed …] [--emulation-seeds 1] [--kept FILE] [--out DIR]
 
 Each run is the demo's model, batches and schedule on one rank, without its drill, so that
 only the linears' numerics differ; runs of a seed start from the same weights and see the
@@ -9,8 +9,9 @@ same batches. The final loss is the mean of the last fifty steps: single steps d
 by their text than recipes do. ``bf16, other sums`` is BF16 with micro-batches of half the
 size: how far it ends from BF16 is chance, and a recipe whose gap is no larger can't be told from
 BF16. Emulations take several times as long and are there for what they cost and that they come out
-near: they run with the first seed alone. ``--kept``: losses are kept in that file, and runs in it
-are not done again; one that fails or hangs isn't kept.
+near: they run with the first of the seeds alone unless ``--emulation-seeds`` says otherwise.
+``--kept``: losses are kept in that file, and runs in it are not done again; one that fails or hangs
+isn't kept.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--numerics", nargs="+", default=list(ALL), choices=ALL)
+    parser.add_argument("--emulation-seeds", type=int, default=1, help="how many of the seeds")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--kept", type=Path, help="JSON file of finished runs, read and written")
     add_arguments(parser)
@@ -62,11 +64,12 @@ def main() -> None:
     began = time.monotonic()
     kept = Rows(arguments.kept)
     names, missing = available((BF16, *arguments.numerics))
+    of = {name: seeds_of(name, arguments.seeds, arguments.emulation_seeds) for name in names}
     cases = [
         (name, seed, arguments.steps)
         for seed in arguments.seeds
         for name in names
-        if seed in seeds_of(name, arguments.seeds)
+        if seed in of[name]
     ]
     wanted = [case for case in cases if key(*case) not in kept]
     failed: dict[Case, str] = {}
@@ -80,17 +83,15 @@ def main() -> None:
             print(f"{key(*case)}: {told}", flush=True)
     finals = {case: kept[key(*case)] for case in cases if key(*case) in kept}
     rows = [
-        row
-        for name in names
-        for row in rows_of(name, seeds_of(name, arguments.seeds), arguments.steps, finals, failed)
+        row for name in names for row in rows_of(name, of[name], arguments.steps, finals, failed)
     ]
     seconds = time.monotonic() - began
     report("bench_parity", rows, arguments.out, seconds=seconds, left_out=missing)
 
 
-def seeds_of(name: str, seeds: Sequence[int]) -> Sequence[int]:
+def seeds_of(name: str, seeds: Sequence[int], emulation_seeds: int) -> Sequence[int]:
     """Those that a numerics runs with."""
-    return seeds[:1] if name == EMULATION or name in TORCHAO_RECIPES else seeds
+    return seeds[:emulation_seeds] if name in (EMULATION, *TORCHAO_RECIPES) else seeds
 
 
 def key(numerics: str, seed: int, steps: int) -> str:

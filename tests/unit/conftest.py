@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,13 @@ from orchestrator.api.app import create_app
 from orchestrator.home.folder import Home, Server
 from tests.unit.control_plane import TOKEN, ControlPlane
 from tests.unit.scripted_job import Bench, Make, Script
+from tests.unit.storage_away import Storage
 
 if TYPE_CHECKING:
     from tests.unit.transformer_engine_stand_in import StandIn
+
+
+STORAGE_ANSWERS = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EACCES, errno.ETIMEDOUT]
 
 
 @pytest.fixture
@@ -80,3 +85,14 @@ def te(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     stand_in.install(monkeypatch)
     return stand_in
+
+
+@pytest.fixture(params=STORAGE_ANSWERS, ids=lambda number: errno.errorcode[number])
+def storage_answer(request: pytest.FixtureRequest) -> int:
+    """What a storage answers every look with that is away, or refuses."""
+    return int(request.param)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    return Storage(monkeypatch)

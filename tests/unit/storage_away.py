@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.scripted_job import Bench
+
 
 class Storage:
     """``number``: what it answers now; 0: it is there."""
@@ -30,3 +32,18 @@ class Storage:
             return call(path, *more, **named)
 
         return answer
+
+
+def saved_at(job: Bench, step: int) -> None:
+    """Trained to ``step``, with a checkpoint of it."""
+    job.train(step)
+    job.ranks._write_checkpoint()
+    job.step()
+    assert job.settled().event("checkpoint_written").detail["step"] == step
+
+
+def restarted(job: Bench, passes: int = 3, seconds: float = 1.0) -> None:
+    """A rank dies, and the supervisor does what it does."""
+    job.ranks.lose(1)
+    for _ in range(passes):
+        job.step(seconds)

@@ -76,7 +76,7 @@ def test_a_side_without_a_loss_is_counted_and_not_equal():
 def test_no_rank_is_told_where_none_reaches_equal_loss():
     equal = at_equal_loss(finals(rank4=3.0))
     row = loss_rows(finals(rank4=3.0), equal, 240)[-1]
-    assert least_rank(equal) is None and row.n == 0 and row.note == "none of those tried"
+    assert least_rank(equal) is None and row.n == 0 and row.note == "none of 1, 2, 4"
 
 
 def test_the_fastest_peer_is_one_at_equal_loss():

@@ -10,7 +10,7 @@ from torch import nn
 
 from parallel.precision.linear import BF16Linear
 from tests.benchmarks.bench_fp8_step import rows_of as step_rows
-from tests.benchmarks.bench_parity import rows_of
+from tests.benchmarks.bench_parity import rows_of, seeds_of
 from tests.benchmarks.numerics import (
     ALL,
     BF16,
@@ -99,3 +99,9 @@ def test_a_step_that_cant_be_made_is_a_row_with_its_error():
     assert [row.median for row in rows[:2]] == [1.5, 1.75]
     assert math.isnan(rows[2].median)
     assert (rows[2].failures, rows[2].note) == (1, "no such kernel")
+
+
+def test_emulations_run_with_as_many_seeds_as_they_are_given() -> None:
+    assert seeds_of("delayed", [3, 4, 5], 1) == [3, 4, 5]
+    assert seeds_of("emulation", [3, 4, 5], 1) == [3]
+    assert seeds_of("torchao rowwise", [3, 4, 5], 2) == [3, 4]

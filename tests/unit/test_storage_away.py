@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,46 +19,18 @@ from orchestrator.supervision.copy_troubles import GATHER_S
 from orchestrator.supervision.phases import Phase
 from tests.unit.control_plane import ControlPlane
 from tests.unit.scripted_job import Bench, Make, Script
-from tests.unit.storage_away import Storage
+from tests.unit.storage_away import Storage, restarted, saved_at
 from tests.unit.test_checkpoint_shelf import shelf_of, written
 from tests.unit.test_rescue import RestingJob
-from tests.unit.test_resume_from import checkpoint
-
-ANSWERS = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EACCES, errno.ETIMEDOUT]
-
-
-@pytest.fixture(params=ANSWERS, ids=lambda number: errno.errorcode[number])
-def answer(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
-    return Storage(monkeypatch)
-
-
-def saved_at(job: Bench, step: int) -> None:
-    """Trained to ``step``, with a checkpoint of it."""
-    job.train(step)
-    job.ranks._write_checkpoint()
-    job.step()
-    assert job.settled().event("checkpoint_written").detail["step"] == step
-
-
-def restarted(job: Bench, passes: int = 3, seconds: float = 1.0) -> None:
-    """A rank dies, and the supervisor does what it does."""
-    job.ranks.lose(1)
-    for _ in range(passes):
-        job.step(seconds)
 
 
 class TestSupervisor:
     def test_training_goes_on_though_a_copy_fails_while_it_is_away(
-        self, bench: Make, storage: Storage, answer: int
+        self, bench: Make, storage: Storage, storage_answer: int
     ) -> None:
         job = bench()
         saved_at(job, 12)
-        storage.number = answer
+        storage.number = storage_answer
         place = (job.ranks.attempt, job.ranks.timeline, 0, job.ranks.step)
         job.supervision.deliver([CopyFailed(*place, "disk", "OSError: no")])
         job.train(3)
@@ -68,22 +39,22 @@ class TestSupervisor:
         assert job.settled().event("copy_failed").detail["ranks"] == [0]
 
     def test_an_attempt_starts_at_once_from_memory_that_no_checkpoint_outdoes(
-        self, bench: Make, storage: Storage, answer: int
+        self, bench: Make, storage: Storage, storage_answer: int
     ) -> None:
         job = bench()
         job.train(12)
-        storage.number = answer
+        storage.number = storage_answer
         restarted(job)
         restore = job.ranks.attempts[1][0].restore
         assert restore is not None and (restore.step, restore.tier) == (10, "memory")
 
     def test_it_is_waited_for_where_it_has_what_nobody_else_has(
-        self, bench: Make, storage: Storage, answer: int
+        self, bench: Make, storage: Storage, storage_answer: int
     ) -> None:
         job = bench(recovery={"init_timeout_s": 30})
         saved_at(job, 12)
         job.ranks.held.clear()
-        storage.number = answer
+        storage.number = storage_answer
         restarted(job, passes=20, seconds=5.0)
         assert len(job.ranks.attempts) == 1 and job.controller.attempt == 2
         (told,) = [e for e in job.settled().events if e.kind == "storage_awaited"]
@@ -94,12 +65,12 @@ class TestSupervisor:
         assert restore is not None and (restore.step, restore.tier) == (12, "disk")
 
     def test_where_it_stays_away_the_job_is_paused_and_says_why(
-        self, bench: Make, storage: Storage, answer: int
+        self, bench: Make, storage: Storage, storage_answer: int
     ) -> None:
         job = bench()
         saved_at(job, 12)
         job.ranks.held.clear()
-        storage.number = answer
+        storage.number = storage_answer
         restarted(job, passes=int(STORAGE_S / 10) + 3, seconds=10.0)
         told = job.settled()
         assert told.states[-1] == ("paused", "STATE_GONE") and len(job.ranks.attempts) == 1
@@ -215,90 +186,6 @@ class TestSupervisor:
         assert action.incidents[0].evidence == {"raised": 1.0, "outside": 1.0}
 
 
-class TestAnotherJobsStorage:
-    """Of ``checkpoint.resume_from``, which may be another mount than the job's own."""
-
-    @pytest.fixture
-    def storage(self, monkeypatch: pytest.MonkeyPatch) -> Storage:
-        return Storage(monkeypatch, within="/first")
-
-    @pytest.fixture
-    def source(self, tmp_path: Path) -> Path:
-        checkpoint(tmp_path / "first", 20)
-        checkpoint(tmp_path / "first", 50)
-        return tmp_path / "first"
-
-    def begins_at(self, source: Path, bench: Make) -> Bench:
-        return bench(checkpoint={"resume_from": str(source)})
-
-    def test_the_first_start_waits_for_it(
-        self, bench: Make, source: Path, storage: Storage, answer: int
-    ) -> None:
-        job = self.begins_at(source, bench)
-        storage.number = answer
-        for _ in range(20):
-            job.step(5.0)
-        told = job.settled()
-        assert job.ranks.attempts == [] and told.states == []
-        (awaited,) = [e for e in told.events if e.kind == "storage_awaited"]
-        assert awaited.message.startswith(f"{source} can't be looked at: ")
-        storage.number = 0
-        job.step(5.0)
-        restore = job.ranks.attempts[0][0].restore
-        assert restore is not None and restore.step == 50
-        assert "copy_refused" not in [e.kind for e in job.settled().events]
-
-    def test_so_does_one_after_it_while_the_job_has_saved_nothing(
-        self, bench: Make, source: Path, storage: Storage
-    ) -> None:
-        job = self.begins_at(source, bench)
-        job.train(1)
-        job.ranks.held.clear()
-        job.supervision._job.starts._foreign.clear()
-        storage.number = errno.EIO
-        restarted(job, passes=20, seconds=5.0)
-        assert len(job.ranks.attempts) == 1 and job.controller.attempt == 2
-        storage.number = 0
-        job.step(5.0)
-        restore = job.ranks.attempts[1][0].restore
-        assert restore is not None and restore.step == 50
-
-    def test_where_it_stays_away_the_job_is_paused_and_says_why(
-        self, bench: Make, source: Path, storage: Storage, answer: int
-    ) -> None:
-        job = self.begins_at(source, bench)
-        storage.number = answer
-        for _ in range(int(STORAGE_S / 10) + 3):
-            job.step(10.0)
-        told = job.settled()
-        assert told.states[-1] == ("paused", "STATE_GONE") and job.ranks.attempts == []
-        assert f"it can't be looked at: {os.strerror(answer)}" in told.event("ended").message
-
-    @pytest.mark.parametrize("file", ["", "/manifest.json", "/rank-00001.safetensors"])
-    def test_an_older_one_is_taken_once_the_newest_was_waited_for(
-        self, bench: Make, source: Path, storage: Storage, file: str
-    ) -> None:
-        job = self.begins_at(source, bench)
-        storage.within, storage.number = f"step-00000050{file}", errno.EIO
-        for _ in range(10):
-            job.step(5.0)
-        assert job.ranks.attempts == []
-        for _ in range(int(STORAGE_S / 10)):
-            job.step(10.0)
-        restore = job.ranks.attempts[0][0].restore
-        assert restore is not None and restore.step == 20
-        assert "step-00000050 is left out" in job.settled().event("copy_refused").message
-
-    def test_an_older_one_that_cannot_be_looked_at_holds_up_nobody(
-        self, bench: Make, source: Path, storage: Storage
-    ) -> None:
-        job = self.begins_at(source, bench)
-        storage.within, storage.number = "step-00000020", errno.EIO
-        job.step()
-        restore = job.ranks.attempts[0][0].restore
-        assert restore is not None and restore.step == 50
-
-
 class TestCommit:
     """All ranks have written; the storage is away as the supervisor makes a checkpoint of it."""
 
@@ -309,11 +196,11 @@ class TestCommit:
         assert not job.supervision._job.shelf.failed and job.supervision._job.shelf.waiting()
 
     def test_what_all_ranks_have_written_is_a_checkpoint_once_it_is_back(
-        self, bench: Make, storage: Storage, answer: int
+        self, bench: Make, storage: Storage, storage_answer: int
     ) -> None:
         job = bench()
         job.train(12)
-        self.written_while_away(job, storage, answer)
+        self.written_while_away(job, storage, storage_answer)
         job.train(60)
         assert "checkpoint" not in " ".join(e.kind for e in job.settled().events)
         storage.number = 0
@@ -452,17 +339,21 @@ class TestShelf:
 
 class TestRescue:
     def test_it_is_waited_for_and_what_memory_holds_is_kept(
-        self, plane: ControlPlane, storage: Storage, answer: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        plane: ControlPlane,
+        storage: Storage,
+        storage_answer: int,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
         job = RestingJob(plane)
         job.hold(15)
         tries, copies = [], plane.groups.copies
-        storage.number = answer
+        storage.number = storage_answer
 
         def back_at_the_fourth(of: str) -> object:
             tries.append(of)
-            storage.number = answer if len(tries) < 4 else 0
+            storage.number = storage_answer if len(tries) < 4 else 0
             return copies(of)
 
         plane.groups.copies = back_at_the_fourth  # type: ignore[method-assign, assignment]
@@ -470,13 +361,17 @@ class TestRescue:
         assert job.on_disk() == [15] and not plane.told(job.id, "checkpoint_failed")
 
     def test_where_it_stays_away_that_is_told_and_the_nodes_go_back(
-        self, plane: ControlPlane, storage: Storage, answer: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        plane: ControlPlane,
+        storage: Storage,
+        storage_answer: int,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("orchestrator.nodes.rescue.AGAIN_S", 0.01)
         monkeypatch.setattr("orchestrator.nodes.rescue.STORAGE_S", 0.1)
         job = RestingJob(plane)
         job.hold(15)
-        storage.number = answer
+        storage.number = storage_answer
         job.end()
         (told,) = plane.told(job.id, "checkpoint_failed")
         assert "step 15" in told and job.id not in plane.groups.held
@@ -549,11 +444,11 @@ class TestRescue:
 
 
 def test_a_job_of_which_nothing_can_be_looked_at_is_not_said_to_begin_again(
-    plane: ControlPlane, storage: Storage, answer: int
+    plane: ControlPlane, storage: Storage, storage_answer: int
 ) -> None:
     job = RestingJob(plane)
     job.write(10)
     told = {"job_dir": str(job.folder)}
     assert saved(told) == "its newest checkpoint is of step 10"
-    storage.number = answer
-    assert "not known" in saved(told) and os.strerror(answer) in saved(told)
+    storage.number = storage_answer
+    assert "not known" in saved(told) and os.strerror(storage_answer) in saved(told)
