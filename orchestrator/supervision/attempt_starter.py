@@ -85,8 +85,10 @@ class AttemptStarter:
         job.shelf.forget()
         now = job.clock()
         self._resize(resume, now)
-        if self._gate is not None and unmet(resume.actions):
-            self._gate.look_again()
+        if self._gate is not None:
+            self._gate.keep_to(resume.nodes)
+            if unmet(resume.actions):
+                self._gate.look_again()
         before = job.attempt.facts
         job.attempt = AttemptState(resume, job.world, now)
         job.attempt.facts.fired_drills |= before.fired_drills

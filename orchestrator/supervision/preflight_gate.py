@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from launch.preflight import Demand, Limits, Verdict
 from launch.rank_group import Seat
 from orchestrator.events import Notice
+from orchestrator.node_slot import NodeSlot
 from orchestrator.planning.memory import job_memory
 from orchestrator.protocol import ResumeState
 from orchestrator.spec.completion import slots_per_node
@@ -59,11 +60,14 @@ class PreflightGate:
         """Check all nodes of the next attempt, those that have passed included."""
         self._again = True
 
+    def keep_to(self, nodes: Sequence[NodeSlot]) -> None:
+        """The next attempt has these nodes, spares included. One that was away may have been for a
+        reason, and may not be what it was when it comes back."""
+        self._passed &= {node.node_id for node in nodes}
+
     def look(self, resume: ResumeState, now: float) -> Look:
         """Whether the attempt's ranks may start; what was found comes once."""
         here = seats(resume)
-        # One that was away may have been for a reason, and may not be what it was.
-        self._passed &= {node.node_id for node in resume.nodes}
         newcomers = {seat.node_id for seat in here}
         if not self._again:
             newcomers -= self._passed

@@ -118,8 +118,25 @@ def test_a_node_that_comes_back_to_its_job_is_checked_again(tmp_path: Path) -> N
     asked.said = Verdict({}, 0.3, 2)
     gate = PreflightGate(spec, asked.begin)  # type: ignore[arg-type]
     for attempt, nodes in enumerate(((home, away), (home, stand_in), (home, away)), 1):
+        gate.keep_to(nodes)
         assert gate.look(replace(first, attempt=attempt, nodes=nodes), float(attempt)).passed
     assert asked.newcomers == [{"node0", "node1"}, {"node2"}, {"node1"}]
+
+
+def test_a_node_that_was_away_in_an_attempt_that_never_got_ready_is_checked_again(
+    tmp_path: Path,
+) -> None:
+    spec = complete(scripted_job.spec())
+    home, away, stand_in = (NodeSlot(f"node{i}", f"10.0.0.{i}", i, 1) for i in range(3))
+    first = replace(ScriptedController(spec, tmp_path).resume(), nodes=(home, away))
+    asked = Asked()
+    asked.said = Verdict({}, 0.3, 2)
+    gate = PreflightGate(spec, asked.begin)  # type: ignore[arg-type]
+    assert gate.look(first, 0.0).passed
+    gate.keep_to((home, stand_in))  # whose workers never come to be looked at
+    gate.keep_to((home, away))
+    assert gate.look(replace(first, attempt=3), 3.0).passed
+    assert asked.newcomers == [{"node0", "node1"}, {"node1"}]
 
 
 def test_a_job_that_has_trained_goes_on_though_its_disk_is_full(tmp_path: Path) -> None:
