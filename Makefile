@@ -14,6 +14,7 @@ GPU_PYTHON ?= .venv/bin/python
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 OUT ?= runs
 BIN := .venv/bin
+UNIT_PROCESSES = $(shell $(PYTHON) -c "import os; print(3 * os.cpu_count() // 2)")
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := .venv/installed
 
@@ -35,12 +36,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/octavo run deploy/jobs/demo.yaml --out $(OUT)
 
-# Tests within one process share the cores, and so do two jobs' ranks and two Ray clusters, which
-# wait for each other most of the time; hosts have the machine to themselves.
+# Tests within one process share the cores, three to two of them as some wait; so do two jobs' ranks
+# and two Ray clusters, which wait for each other most of the time; hosts have the machine to
+# themselves.
 test: test-unit test-ranks test-clusters test-hosts
 
 test-unit: install
-	$(BIN)/python -m pytest tests/unit -n logical --maxprocesses 8 --durations 10
+	$(BIN)/python -m pytest tests/unit -n $(UNIT_PROCESSES) --maxprocesses 8 --durations 10
 
 test-ranks: install
 	$(BIN)/python -m pytest tests/ranks -n 2 --dist loadfile --durations 10

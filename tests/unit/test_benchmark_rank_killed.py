@@ -18,6 +18,7 @@ def run(outcome: str, outage_s: float | None = None, loss: float = 2.0) -> dict[
         "outcome": outcome,
         "outage_s": outage_s,
         "whole_s": outage_s,
+        "again_s": outage_s and outage_s / 2,
         "redone": 3,
         "alone": 0,
         "losses": [(step, loss) for step in range(20)],
@@ -49,10 +50,11 @@ def test_a_ratio_is_by_rounds_and_tells_of_the_peers_that_hung() -> None:
         "torchft": [first, run("recovered", 3.0), run("hang"), run("failed")],
         "torchrun": [first, run("recovered", 6.0), run("recovered", 12.0), run("recovered", 5.0)],
     }
-    torchft, torchrun = _ratios(found)
+    torchft, _, torchrun, again = _ratios(found)
     assert (torchft.n, torchft.met) == (1, True)
     assert torchft.note == "of 3 of torchft's, 1 failed and 1 hung"
     assert (torchrun.low, torchrun.high, torchrun.n, torchrun.note) == (5.0, 6.0, 3, "")
+    assert (again.low, again.high, again.met) == (5.0, 6.0, None)
 
 
 def test_a_hang_of_ours_meets_no_ratio() -> None:
@@ -61,5 +63,6 @@ def test_a_hang_of_ours_meets_no_ratio() -> None:
         "octavo": [first, run("recovered", 1.0), run("hang")],
         "torchrun": [first, run("recovered", 9.0), run("recovered", 9.0)],
     }
-    (ratio,) = _ratios(found)
+    ratio, again = _ratios(found)
+    assert (again.n, again.hangs) == (1, 1)
     assert (ratio.n, ratio.hangs, ratio.met) == (1, 1, False)

@@ -55,6 +55,7 @@ class TestRecovery:
         assert verdict.outcome == "recovered"
         assert verdict.redone == 5  # 10 to 14
         assert verdict.outage_s == pytest.approx(3.0 + 5 * STEP_S)
+        assert verdict.again_s == pytest.approx(3.0)
         assert verdict.whole_s == pytest.approx(verdict.outage_s)
         assert verdict.alone == 0
 
@@ -63,6 +64,7 @@ class TestRecovery:
         verdict = judged(before((14, 15)) + again(10, fault.time + 3.0), fault)
         assert verdict.redone == 6  # 15 was done, and is done again
         assert verdict.outage_s == pytest.approx(3.0 + 6 * STEP_S)
+        assert verdict.again_s == pytest.approx(3.0)
 
     def test_a_step_that_the_killed_rank_had_ended_and_the_survivor_ends_is_not_redone(
         self,
@@ -79,7 +81,7 @@ class TestRecovery:
         alone = trained(15, STEPS - 1, fault.time + 1.0, pid=1, rank=1)
         rejoined = [replace(e, rank=0, pid=10, time=e.time + 0.01) for e in alone if e.step >= 20]
         verdict = judged(before((14, 14)) + alone + rejoined, fault)
-        assert verdict.outage_s == pytest.approx(1.0)
+        assert verdict.outage_s == verdict.again_s == pytest.approx(1.0)
         assert verdict.whole_s == pytest.approx(1.0 + 5 * STEP_S + 0.01)
         assert (verdict.redone, verdict.alone) == (0, 5)
 
@@ -110,7 +112,8 @@ class TestOtherEnds:
 
     def test_steps_done_again_and_none_new_are_a_hang_too(self) -> None:
         ends = before((14, 14)) + again(10, 120.0, last=13)
-        assert judged(ends, at(14), "stalled") == Verdict("hang", None, None, 4, 0)
+        verdict = judged(ends, fault := at(14), "stalled")
+        assert verdict == Verdict("hang", None, None, 120.0 - fault.time, 4, 0)
 
     def test_an_exit_is_a_failure_even_after_new_steps(self) -> None:
         ends = before((14, 14)) + again(15, 120.0, last=20)
@@ -128,7 +131,7 @@ class TestOtherEnds:
     )
     def test_without_a_fault_there_is_no_outage(self, how: HowEnded, outcome: str) -> None:
         verdict = judged(before((STEPS - 1, STEPS - 1)), None, how)
-        assert verdict == Verdict(outcome, None, None, 0, 0)  # type: ignore[arg-type]
+        assert verdict == Verdict(outcome, None, None, None, 0, 0)  # type: ignore[arg-type]
 
 
 class TestLosses:

@@ -46,6 +46,9 @@ class Verdict:
     """From the fault to the end of the first new step, of whichever rank; None: there was none."""
     whole_s: float | None
     """To the first new step that every rank ended, which is later where survivors go on alone."""
+    again_s: float | None
+    """To the end of the first step, done before or new: without what is done again because of how
+    long ago the state was kept."""
     redone: int
     """Steps done before the fault and once more after it."""
     alone: int
@@ -59,7 +62,7 @@ def judge(
     finished = how == "finished" and any(end.step == steps - 1 for end in ends)
     if fault is None:
         outcome: Outcome = "undisturbed" if finished else _unfinished(how)
-        return Verdict(outcome, None, None, 0, 0)
+        return Verdict(outcome, None, None, None, 0, 0)
     done, after = _split(ends, fault)
     new: dict[int, dict[int, float]] = defaultdict(dict)
     for end in after:
@@ -71,6 +74,7 @@ def judge(
         outcome="recovered" if finished else _unfinished(how),
         outage_s=min(firsts) - fault.time if firsts else None,
         whole_s=min(whole) - fault.time if whole else None,
+        again_s=min(end.time for end in after) - fault.time if after else None,
         redone=len({end.step for end in after} & done),
         alone=sum(len(ranks) < world for ranks in new.values()),
     )

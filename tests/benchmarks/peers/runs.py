@@ -27,7 +27,7 @@ from tests.benchmarks.peers.recorded import StepEnd
 from tests.benchmarks.peers.sides import Running, Side, steps_of
 
 START_S = 240.0
-STALL_S = 120.0
+STALL_S = 60.0
 """Several times what any side needs on a quiet machine to be back."""
 LOOK_S = 0.02
 """How often the victim's file is looked at before the fault."""
