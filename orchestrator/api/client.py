@@ -53,13 +53,20 @@ class Client:
         self._connection = Connection(url, token, home, trust)
 
     @classmethod
-    def of_home(cls, home: Home, ca: Path | None = None) -> Client:
-        """The controller of ``home``, or of ``$OCTAVO_URL`` with ``$OCTAVO_TOKEN`` and, where its
-        certificate is of no authority that the system knows, ``ca`` or ``$OCTAVO_CA``."""
+    def of_environment(cls, ca: Path | None = None) -> Client | None:
+        """The controller at ``$OCTAVO_URL``, None where that says nothing; with ``$OCTAVO_TOKEN``
+        and, where its certificate is of no authority that the system knows, ``ca`` or
+        ``$OCTAVO_CA``."""
         url, named = os.environ.get(URL_VARIABLE), ca or os.environ.get(CA_VARIABLE)
-        if url:
-            trust = trusting(Path(named)) if named else None
-            return cls(url, os.environ.get(TOKEN_VARIABLE), trust=trust)
+        if not url:
+            return None
+        trust = trusting(Path(named)) if named else None
+        return cls(url, os.environ.get(TOKEN_VARIABLE), trust=trust)
+
+    @classmethod
+    def of_home(cls, home: Home) -> Client:
+        """The controller of ``home``, whatever the environment says: what has started a controller
+        of its own must not give its orders to another one."""
         server = home.server()
         if server is None:
             raise UnreachableError(f"no controller runs in {home.path}")

@@ -34,6 +34,7 @@ from orchestrator.cli.options import (
     JobArgument,
     OutputOption,
     SpecArgument,
+    client_elsewhere,
     client_of,
     home_of,
     user,
@@ -109,11 +110,10 @@ def submit(
     if dry_run:
         show_plan(spec, output)
         return
-    from orchestrator.api.client import URL_VARIABLE
     from orchestrator.spec.job import load_spec, spec_data
 
     # A controller elsewhere looks at the data itself: it is there that they must be.
-    checked = load_spec(spec, check_data=URL_VARIABLE not in os.environ)
+    checked = load_spec(spec, check_data=client_elsewhere(home) is None)
     job = client_of(home).submit(spec_data(checked), str(spec), key=key, by=user())
     if output is Output.json:
         print_json(job)
@@ -172,7 +172,7 @@ def replay(
     """Run a job's stored records through a policy: what it would have done, step by step."""
     from orchestrator.cli.replay import replay_job
 
-    raise typer.Exit(replay_job(home_of(home), job, policy, output))
+    raise typer.Exit(replay_job(home, job, policy, output))
 
 
 @app.command()

@@ -84,15 +84,20 @@ def home_of(path: Path | None) -> Home:
 
 
 def client_of(path: Path | None) -> Client:
-    """A client of that home's controller."""
-    return client_at(home_of(path))
-
-
-def client_at(home: Home) -> Client:
-    """A client of the controller of ``home``, or of the one that the environment names."""
+    """A client of the controller whose home ``--home`` names, else of the one at ``$OCTAVO_URL``,
+    else of the default home's."""
     from orchestrator.api.client import Client
 
-    return Client.of_home(home, _AUTHORITY.get())
+    remote = client_elsewhere(path)
+    return Client.of_home(home_of(path)) if remote is None else remote
+
+
+def client_elsewhere(path: Path | None) -> Client | None:
+    """A client of the controller at ``$OCTAVO_URL``, if commands with this ``--home`` are for it:
+    what the command line says is nearer than the environment."""
+    from orchestrator.api.client import Client
+
+    return Client.of_environment(_AUTHORITY.get()) if path is None else None
 
 
 def user() -> str:

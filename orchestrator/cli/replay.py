@@ -7,7 +7,6 @@ Reads the store of a local home, running or not; the API where ``$OCTAVO_URL`` n
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 from orchestrator.actions import Action
 from orchestrator.cli.show import NOT_FOUND, CommandError, Output, print_json
-from orchestrator.home.folder import Home
 from orchestrator.recovery.evidence import spans
 from orchestrator.recovery.restart_budget import is_restart
 from orchestrator.replay.job_trace import JobTrace, trace_of_client, trace_of_store
@@ -26,8 +24,8 @@ from orchestrator.spec.policy_file import changes, load_policy
 DIFFERS = 104
 
 
-def replay_job(home: Home, job: str, policy: Path | None, output: Output) -> int:
-    """Replay and show; the exit code."""
+def replay_job(home: Path | None, job: str, policy: Path | None, output: Output) -> int:
+    """Replay and show; the exit code. ``home``: as ``--home`` names it."""
     file = None if policy is None else load_policy(policy)
     trace = read_trace(home, job)
     spec = None if file is None else file.applied(trace.spec)
@@ -41,13 +39,14 @@ def replay_job(home: Home, job: str, policy: Path | None, output: Output) -> int
     return DIFFERS if policy is None and not found.exact else 0
 
 
-def read_trace(home: Home, job: str) -> JobTrace:
+def read_trace(named: Path | None, job: str) -> JobTrace:
     """The job's records; by id, name or unique beginning."""
-    from orchestrator.api.client import URL_VARIABLE
-    from orchestrator.cli.options import client_at
+    from orchestrator.cli.options import client_elsewhere, home_of
 
-    if os.environ.get(URL_VARIABLE):
-        return trace_of_client(client_at(home), job)
+    remote = client_elsewhere(named)
+    if remote is not None:
+        return trace_of_client(remote, job)
+    home = home_of(named)
     from orchestrator.store.database import Store
     from orchestrator.store.pages import AmbiguousJobError
     from orchestrator.store.rows import UnknownJobError

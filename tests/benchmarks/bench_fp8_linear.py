@@ -10,8 +10,9 @@ machine meets all of them, and time is that of the processor on one thread, whic
 turns of other processes. Told are the BF16 linear's seconds a micro-batch, the others' as
 ratios to it by repeat, and what the statistics add to each recipe's step.
 
-``torchao`` (extra ``bench``) is its FP8 training with emulated products (``torchao_linears``):
-what others have for training in FP8 without a GPU. Where it isn't installed the table says so.
+``torchao`` (extra ``bench``) is its FP8 training with emulated products (``torchao_linears``),
+compiled, and with ``--plain`` eager too: what others have for training in FP8 without a GPU. Where
+it isn't installed, or can't be compiled, the table says so.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def fp8_linear(
     return Contestant(layer, layer.weight, finish_step)
 
 
-def emulated_linear(inputs: int, outputs: int, recipe: str) -> Contestant:
+def emulated_linear(inputs: int, outputs: int, recipe: str, *, compiled: bool) -> Contestant:
     """torchao's linear, its products emulated."""
-    layer = torchao_linears.plain_linear(inputs, outputs, recipe)
+    layer = torchao_linears.plain_linear(inputs, outputs, recipe, compiled=compiled)
     return Contestant(layer, layer.weight, lambda: None)
 
 
@@ -99,30 +100,48 @@ def contestants(inputs: int, outputs: int, *, plain: bool) -> dict[str, Contesta
         found["block, FP32 scales"] = fp8_linear(inputs, outputs, "block", use_f32_scales=True)
     if not torchao_linears.why_not():
         for recipe in torchao_linears.RECIPES:
-            found[f"{TORCHAO}{recipe}"] = emulated_linear(inputs, outputs, recipe)
+            found[f"{TORCHAO}{recipe}"] = emulated_linear(inputs, outputs, recipe, compiled=True)
+            if plain:
+                found[f"{TORCHAO}{recipe}, eager"] = emulated_linear(
+                    inputs, outputs, recipe, compiled=False
+                )
     return found
 
 
 def measure(
     inputs: int, outputs: int, tokens: int, micro_batches: int, repeats: int, *, plain: bool
-) -> dict[str, list[float]]:
-    """Seconds of one micro-batch in every repeat, by contestant."""
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of one micro-batch in every repeat, by contestant, and why others of the peer's gave
+    none."""
     subjects = contestants(inputs, outputs, plain=plain)
     x = torch.randn(tokens, inputs).bfloat16().requires_grad_()
     gradient = (torch.randn(tokens, outputs) * torch.rand(outputs) * 1e-3).bfloat16()
-    samples: dict[str, list[float]] = {name: [] for name in subjects}
-    for repeat in range(repeats + WARM_UP):
+
+    def seconds(subject: Contestant) -> float:
+        started = time.process_time()
+        for _ in range(micro_batches):
+            subject.layer(x).backward(gradient)
+        subject.finish_step()
+        elapsed = time.process_time() - started
+        x.grad = subject.weight.grad = None
+        return elapsed / micro_batches
+
+    failed: dict[str, str] = {}
+    for name, subject in subjects.items():
+        try:
+            for _ in range(WARM_UP):
+                seconds(subject)
+        except Exception as error:
+            if not name.startswith(TORCHAO):
+                raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    running = {name: subject for name, subject in subjects.items() if name not in failed}
+    samples: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(repeats):
         # In another order each time: what ran before leaves its traces in the caches.
-        for name, subject in random.sample(list(subjects.items()), len(subjects)):
-            started = time.process_time()
-            for _ in range(micro_batches):
-                subject.layer(x).backward(gradient)
-            subject.finish_step()
-            elapsed = time.process_time() - started
-            x.grad = subject.weight.grad = None
-            if repeat >= WARM_UP:
-                samples[name].append(elapsed / micro_batches)
-    return samples
+        for name in random.sample(list(running), len(running)):
+            samples[name].append(seconds(running[name]))
+    return samples, failed
 
 
 def shapes(hidden: int, kind: str) -> Iterator[tuple[int, int]]:
@@ -134,7 +153,7 @@ def shapes(hidden: int, kind: str) -> Iterator[tuple[int, int]]:
     yield from ((hidden, 2 * hidden), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden))
 
 
-def rows(setting: str, samples: dict[str, list[float]]) -> Iterator[Result]:
+def rows(setting: str, samples: dict[str, list[float]], failed: dict[str, str]) -> Iterator[Result]:
     """One shape's."""
     reference = samples[REFERENCE]
     yield measured("a linear, forward and backward", setting, reference, "s", side="BF16")
@@ -143,6 +162,8 @@ def rows(setting: str, samples: dict[str, list[float]]) -> Iterator[Result]:
             ratios = [time / base for time, base in zip(times, reference, strict=True)]
             side = name if name.startswith(TORCHAO) else f"{OCTAVO} {name}"
             yield measured("a linear, over BF16's", setting, ratios, "×", side=side)
+    for name, why in failed.items():
+        yield measured("a linear, over BF16's", setting, [], "×", side=name, failures=1, note=why)
     for recipe in RECIPE_FIELDS:
         # By repeat: of so small a difference the medians apart say little.
         pairs = zip(samples[recipe], samples[recipe + UNCOUNTED], strict=True)
@@ -170,12 +191,12 @@ def main() -> None:
     found: list[Result] = []
     for hidden in arguments.hidden:
         for inputs, outputs in shapes(hidden, arguments.shapes):
-            samples = measure(inputs, outputs, *numbers, plain=arguments.plain)
+            samples, failed = measure(inputs, outputs, *numbers, plain=arguments.plain)
             median = statistics.median(samples[REFERENCE])
             print(f"{tokens} × {inputs} → {outputs}: BF16 {1e3 * median:.2f} ms", flush=True)
             each = f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
             setting = f"{tokens} tokens × {inputs} → {outputs}, one thread{each}"
-            found += rows(setting, samples)
+            found += rows(setting, samples, failed)
     reason = torchao_linears.why_not()
     seconds = time.monotonic() - began
     left_out = {"torchao": reason} if reason else {}

@@ -194,3 +194,14 @@ def test_who_waits_at_a_prompt_does_not_wait_for_a_controller_that_hangs() -> No
         asking.start()
         asking.join(TIMEOUT_S / 2)
         assert refused, "it waits as any other command would"
+
+
+def test_a_named_home_and_what_has_a_controller_of_its_own_dont_ask_the_one_elsewhere(
+    home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_URL", "http://127.0.0.1:9")
+    assert call(["list"]) == 3
+    assert "$OCTAVO_URL" in capsys.readouterr().err
+    assert call(["list", "--home", str(home.path)]) == 0
+    # `run`, `drill` and `down` are this: a cancel for all of another controller's jobs otherwise.
+    assert Client.of_home(home).jobs() == []

@@ -3,6 +3,8 @@
 What its users train with where there is no GPU: ``torchao.float8`` with ``emulate=True`` in its
 recipes ``tensorwise``, ``rowwise`` and ``rowwise_with_gw_hp`` (``convert_to_float8_training``'s
 ``Float8Linear``), and ``mxfp8`` as ``MXFP8_EMULATED_RCEIL`` of its prototype for training has it.
+They are compiled, as its documentation asks of whoever wants speed ("torch.compile is necessary",
+``torchao/float8/README.md``), for each shape by itself, and eager where that is asked for.
 Promises: the parameters stay those of the model, so that whoever trains them goes on training
 them; torchao is imported only when it is asked for. Checked with torchao 0.18.
 """
@@ -22,6 +24,8 @@ from parallel.precision.linear import BF16Linear
 
 FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*FLOAT8, "mxfp8")
+MOST_SHAPES = 64
+"""Of linears, in one process."""
 
 
 def why_not() -> str:
@@ -31,14 +35,14 @@ def why_not() -> str:
     return ""
 
 
-def plain_linear(inputs: int, outputs: int, recipe: str) -> nn.Linear:
+def plain_linear(inputs: int, outputs: int, recipe: str, *, compiled: bool = True) -> nn.Linear:
     """One BF16 linear without a bias as torchao converts it. KeyError for no recipe of these."""
     layer = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
-    layer.forward = _forward_of(layer, recipe)  # type: ignore[method-assign]
+    layer.forward = _forward_of(layer, recipe, compiled)  # type: ignore[method-assign]
     return layer
 
 
-def take_over(module: nn.Module, recipe: str) -> None:
+def take_over(module: nn.Module, recipe: str, *, compiled: bool = True) -> None:
     """From here on every linear of ``module`` that stays in BF16 computes as torchao's does.
 
     Raises KeyError for no recipe of these, NotImplementedError for a shard over tensor ranks.
@@ -47,15 +51,27 @@ def take_over(module: nn.Module, recipe: str) -> None:
         if isinstance(linear, BF16Linear):
             if linear.shard is not None:
                 raise NotImplementedError("torchao's linears here know no shards")
-            linear.forward = _forward_of(linear, recipe)  # type: ignore[method-assign]
+            linear.forward = _forward_of(linear, recipe, compiled)  # type: ignore[method-assign]
 
 
-def _forward_of(linear: nn.Linear, recipe: str) -> Callable[[Tensor], Tensor]:
+def _forward_of(linear: nn.Linear, recipe: str, compiled: bool) -> Callable[[Tensor], Tensor]:
     if recipe not in RECIPES:
         raise KeyError(f"torchao's recipes here are {', '.join(RECIPES)}, not {recipe!r}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _mxfp8(linear) if recipe == "mxfp8" else _float8(linear, recipe)
+        eager = _mxfp8(linear) if recipe == "mxfp8" else _float8(linear, recipe)
+    return _compiled(eager) if compiled else eager
+
+
+def _compiled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    import torch._dynamo
+
+    # All linears share one code, which is compiled once a shape; beyond the limit Dynamo would go
+    # on eagerly, in silence.
+    torch._dynamo.config.recompile_limit = MOST_SHAPES
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    compiled: Callable[[Tensor], Tensor] = torch.compile(forward, dynamic=False)
+    return compiled
 
 
 def _float8(linear: nn.Linear, recipe: str) -> Callable[[Tensor], Tensor]:
