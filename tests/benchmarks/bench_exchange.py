@@ -90,7 +90,8 @@ TIME = "gradient exchange"
 
 def bytes_rows(hosts: int, millions: float) -> list[Result]:
     """What one host sends, and FP8's over that of the others."""
-    sent = {}
+    sent: dict[str, float] = {}
+    rows: list[Result] = []
     setting = f"{hosts} hosts, {millions:g} M elements"
     row = partial(measured, setting=setting)
     for way, dtype, scattered in (
@@ -105,23 +106,26 @@ def bytes_rows(hosts: int, millions: float) -> list[Result]:
         except FAULTS as error:
             print(f"{setting}, {way}: {error}", flush=True)
             hung = isinstance(error, TimeoutError)
-            return [row(SENT, values=[], unit="MB", failures=int(not hung), hangs=int(hung))]
-        sent[way] = told.sent_bytes / 1e6
-    sides = {**SIDES, "scattered": f"{OCTAVO} FP8, scattered"}
-    ratio = partial(row, unit="×")
-    return [
-        *(row(SENT, values=[sent[way]], unit="MB", side=sides[way]) for way in sent),
-        ratio("… FP8's over BF16's", values=[sent["fp8"] / sent["bf16"]], aim=at_most(0.52)),
-        ratio("… FP8's over FP32's", values=[sent["fp8"] / sent["fp32"]], aim=at_most(0.26)),
-        ratio(
-            "… scattered FP8's over BF16's",
-            values=[sent["scattered"] / sent["bf16"]],
-            aim=at_most(0.26),
-        ),
-    ]
+            missed = {"failures": int(not hung), "hangs": int(hung)}
+            rows.append(
+                row(SENT, values=[], unit="MB", side=SENDERS[way], note=str(error), **missed)
+            )
+        else:
+            sent[way] = told.sent_bytes / 1e6
+            rows.append(row(SENT, values=[sent[way]], unit="MB", side=SENDERS[way]))
+    for name, way, base, aim in (
+        ("… FP8's over BF16's", "fp8", "bf16", 0.52),
+        ("… FP8's over FP32's", "fp8", "fp32", 0.26),
+        ("… scattered FP8's over BF16's", "scattered", "bf16", 0.26),
+    ):
+        # Without one of the two it is a row without a value, which meets no aim.
+        values = [sent[way] / sent[base]] if way in sent and base in sent else []
+        rows.append(row(name, values=values, unit="×", aim=at_most(aim)))
+    return rows
 
 
 SENT = "gradient exchange, a host sends"
+SENDERS = {**SIDES, "scattered": f"{OCTAVO} FP8, scattered"}
 
 
 def _numel(millions: float) -> int:

@@ -45,7 +45,8 @@ def measure(
 ) -> Measured:
     """``turns`` of ``steps`` steps of each side; ``rate`` as ``tc`` writes it, or ``none``.
 
-    ``limit_s``: for all of one attempt. Raises RuntimeError where there can be no hosts.
+    ``limit_s``: for all of one attempt. Where it fails before any side was on, as when hosts don't
+    come up, all of them have failed so.
     """
     found = Measured()
     left = list(sides)
@@ -64,10 +65,10 @@ def measure(
                 network.shape(rate=None if rate == "none" else rate)
                 _take_turns(network, case, left, told, current.append)
         except (RuntimeError, TimeoutError) as error:
-            if not current:
-                raise
-            found.failed[current[-1]] = Failed(str(error), isinstance(error, TimeoutError))
-            left.remove(current[-1])
+            blamed = current[-1:] or list(left)
+            why = Failed(str(error), isinstance(error, TimeoutError))
+            found.failed.update(dict.fromkeys(blamed, why))
+            left = [side for side in left if side not in blamed]
             continue
         found.turns.update(told)
         break

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from parallel.layer_costs import ffn_size
-from tests.benchmarks import gradient_turns
+from tests.benchmarks import bench_exchange, gradient_turns
 from tests.benchmarks.bench_curves import EXCHANGES
 from tests.benchmarks.bench_curves import rows_of as curve_rows
 from tests.benchmarks.bench_exchange_casts import HOPS, Timed
@@ -162,6 +162,37 @@ def test_a_side_whose_ranks_die_is_counted_and_the_others_begin_anew(monkeypatch
     assert (
         found.failed[BF16_HOOK].why.startswith("a rank ended") and not found.failed[BF16_HOOK].hung
     )
+
+
+def test_hosts_that_dont_come_up_are_every_sides_failure(monkeypatch):
+    def none(count: int):
+        raise RuntimeError("no network namespace can be made")
+
+    monkeypatch.setattr(gradient_turns, "Network", none)
+    found = gradient_turns.measure("demo", "none", [FP8, BF16_HOOK], turns=1, steps=1, limit_s=9.0)
+    assert not found.turns and set(found.failed) == {FP8, BF16_HOOK}
+    assert "no network namespace" in found.failed[FP8].why
+
+
+def test_a_way_that_dies_leaves_what_the_others_sent(monkeypatch):
+    def exchange(network, dtypes, numel, repeats, *, scattered):
+        if dtypes == ["bf16"]:
+            raise TimeoutError("not done within 9 s")
+        return SimpleNamespace(sent_bytes={"fp32": 4e6, "fp8": 1e6}[dtypes[0]])
+
+    monkeypatch.setattr(bench_exchange, "Network", lambda count: nullcontext())
+    monkeypatch.setattr(bench_exchange, "bounded", lambda network, limit_s: nullcontext())
+    monkeypatch.setattr(bench_exchange, "exchange", exchange)
+    rows = bench_exchange.bytes_rows(2, 1.0)
+    assert [(row.side, row.n, row.hangs) for row in rows[:4]] == [
+        ("torch FP32 all-reduce", 1, 0),
+        ("torch BF16 all-reduce", 0, 1),
+        ("octavo FP8", 1, 0),
+        ("octavo FP8, scattered", 1, 0),
+    ]
+    over_bf16, over_fp32, _ = rows[4:]
+    assert (over_bf16.n, over_bf16.met) == (0, False)
+    assert (over_fp32.median, over_fp32.met) == (0.25, True)
 
 
 def test_what_does_not_end_is_killed_and_told_as_a_hang():
