@@ -15,9 +15,9 @@ each side is held to its own undisturbed run of that seed.
 
 When a run is back on the undisturbed curve is defined in ``back_on_curve``; the limit is how far
 seeds alone lie apart. Per fault and side: steps executed and seconds until then, steps done again
-or left out, final loss above the undisturbed one. Runs that didn't come back, or ended for a person
-to see to, are failures beside these; what a person would have been called for is the note. Sides
-take turns, another one first each round. ``--kept``: runs are kept in that file, and those in it
+or left out, final loss above the undisturbed one, and whether a person is needed. Runs that didn't
+come back, or ended for a person to see to, are failures beside these; what a person would have been
+called for is the note. Sides take turns, another one first each round. ``--kept``: runs are kept in that file, and those in it
 are not done again.
 """
 
@@ -357,6 +357,9 @@ def _rows(
     yield row("… steps done again or left out", [v.lost for v in back.values()], "")
     percents = [None if v.final is None else 100 * v.final for v in back.values()]
     yield row("… final loss, above undisturbed", percents, "%")
+    # Of every run there is an answer to this, so that none is missing.
+    alone = [float(_needs_a_person(run)) for run in held.values() if run.ended != "hung"]
+    yield row("… of each run: a person is needed", alone, "")
 
 
 def called(runs: Iterable[Run]) -> str:
@@ -373,6 +376,10 @@ def called(runs: Iterable[Run]) -> str:
         return f"{broken[0].ended}: {broken[0].why.splitlines()[0]}"
     answers = [", ".join(run.answers) for run in all_runs if run.answers]
     return f"no person; {answers[0]}" if answers else "no person"
+
+
+def _needs_a_person(run: Run) -> bool:
+    return run.ended != "finished" or _is_spoilt(run)
 
 
 def _is_spoilt(run: Run) -> bool:

@@ -138,6 +138,8 @@ def test_runs_that_did_not_come_back_are_failures_and_say_whom_they_need() -> No
     final = {row.side: row for row in rows if "final loss" in row.name}
     assert final["octavo"].median == 0.0 and final["zclip"].failures == 1
     assert [row.n for row in rows if "done again" in row.name] == [1, 0, 0]
+    needed = {row.side: row.median for row in rows if "a person is needed" in row.name}
+    assert needed == {"octavo": 0, "zclip": 1, "torchrun": 1}
     hung = Run((), "hung", "not over in time; it ends:\na line")
     assert called([runs["octavo", "surge", 0], hung]) == "hung: not over in time; it ends:"
 
