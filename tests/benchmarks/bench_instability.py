@@ -17,8 +17,8 @@ When a run is back on the undisturbed curve is defined in ``back_on_curve``; the
 seeds alone lie apart. Per fault and side: steps executed and seconds until then, steps done again
 or left out, final loss above the undisturbed one, and whether a person is needed. Runs that didn't
 come back, or ended for a person to see to, are failures beside these; what a person would have been
-called for is the note. Sides take turns, another one first each round. ``--kept``: runs are kept in that file, and those in it
-are not done again.
+called for is the note. Sides take turns, another one first each round. ``--kept``: runs are kept in
+that file, and those in it are not done again.
 """
 
 from __future__ import annotations
