@@ -1,6 +1,6 @@
 """What every way of starting Ray has alike: versions, environment, the command words of a node.
 
-Promises: pure; environment is that of ``cluster.on_ray``, so that a cluster that is rendered
+Promises: pure; environment is ``CLUSTER_ENVIRONMENT``, so that a cluster that is rendered
 and one that is started by hand behave alike when nodes die.
 """
 
@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from deploy.cluster_profile import ClusterProfile, NodeGroup
 from deploy.profile_values import mebibytes
-from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
 from orchestrator.lifecycle import LONGEST_STOP_S
 
 GCS_PORT = 6379

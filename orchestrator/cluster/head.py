@@ -23,11 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT, RECONNECT_S, RECONNECT_VARIABLE
 from orchestrator.home.redis_tables import PASSWORD_VARIABLE, RedisError, RedisTables
 
-RECONNECT_S = 300
-"""Seconds that hosts wait for a head that is away before they give themselves up."""
-RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 PAUSE_S = (0.1, 5.0)
 """Shortest and longest pause before a GCS is started again."""
 STEADY_S = 30.0
@@ -198,8 +196,6 @@ def _same_port(command: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry of ``python -m orchestrator.cluster.head``."""
-    from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
-
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # Ray's settings must be those of the nodes.
     os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})

@@ -10,8 +10,8 @@ then lives on, and one on the head is started again like this, and the jobs go o
 Promises: a controller that runs already is found, not doubled; with ``--hosts`` it waits until so
 many have joined; a home that is new gets a controller that waits for nodes rather than fail what
 exceeds those there are, for a host that is lost may come back.
-``CLUSTER_ENVIRONMENT`` is what every ``ray start`` of such a cluster should have; its token is
-Ray's own, the same on every host (`ray get-auth-token --generate`, ~/.ray/auth_token, 0600).
+``--environment`` prints what every ``ray start`` of such a cluster should have; its token is Ray's
+own, the same on every host (`ray get-auth-token --generate`, ~/.ray/auth_token, 0600).
 """
 
 from __future__ import annotations
@@ -24,30 +24,12 @@ import socket
 import time
 from pathlib import Path
 
-from orchestrator.cluster.head import RECONNECT_S, RECONNECT_VARIABLE
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
 from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.home.listening import ListeningError, check_listening
 
 JOIN_TIMEOUT_S = 120.0
 """Seconds that hosts may take to join."""
-
-CLUSTER_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_AUTH_MODE": "token",
-    "PYTHONWARNINGS": "ignore",
-    # The head asks every node so often; five answers missing make it dead. A node whose processes
-    # are gone refuses at once, which makes a second (Ray's own settings: half a minute). One that
-    # is silent, frozen or cut off, takes the time-out each time: 11 s, so that a cable may be out
-    # for 5 s, and answers late by a second, without a node being given up.
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "200",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "5",
-    # How long a host waits for a head that is away, before it gives itself up.
-    RECONNECT_VARIABLE: str(RECONNECT_S),
-}
 
 
 def start_on(address: str, home: Home, hosts: int) -> str:

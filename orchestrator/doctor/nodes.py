@@ -94,7 +94,8 @@ def read(rows: Sequence[Mapping[str, Any]]) -> list[NodeAnswer]:
 
 def _all(asked: Mapping[str, Any]) -> tuple[list[NodeAnswer], list[str]]:
     """The nodes' answers, and the names of all groups."""
-    from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT, address_towards
+    from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
+    from orchestrator.cluster.on_ray import address_towards
 
     # Before Ray is imported: it reads then that there is a token to send.
     os.environ.update({k: v for k, v in CLUSTER_ENVIRONMENT.items() if k not in os.environ})

@@ -23,7 +23,7 @@ from launch.preflight_run import PreflightRun
 from launch.rank_group import Seat
 from launch.snapshots import SnapshotKey, StoreGoneError
 from orchestrator.api.client import Client
-from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
 from orchestrator.home.folder import Home, HomeConfig
 from orchestrator.lifecycle import Cause
 from orchestrator.nodes.desk import NodeDesk

@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import Any
 
 from orchestrator.api.client import Client
-from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
 from orchestrator.home.folder import HOME_VARIABLE, Home, HomeConfig
 from orchestrator.home.redis_tables import PASSWORD_VARIABLE
 from orchestrator.spec.config import QuarantineConfig

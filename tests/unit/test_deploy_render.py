@@ -11,7 +11,7 @@ import yaml
 
 from deploy.cluster_profile import TARGETS, Target
 from deploy.rendered import Rendered, differences, write
-from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
 from tests.unit.deploy_profiles import GOLDEN, OPEN, WITH_REDIS, rendered
 
 

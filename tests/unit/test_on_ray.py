@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from orchestrator.cluster.on_ray import CLUSTER_ENVIRONMENT, address_towards
+from orchestrator.cluster.environment import CLUSTER_ENVIRONMENT
+from orchestrator.cluster.on_ray import address_towards
 
 
 def test_the_own_address_is_that_of_the_interface_on_the_way() -> None:
