@@ -143,7 +143,8 @@ def simulate(side: Side, world: World, faults: Sequence[Fault]) -> Outcome:
         step = side.clock.reached(first, trained)
         after, back = side.answer(Struck(fault, first, trained, step), out)
         out.redone_s += side.clock.seconds(back, step) if step > back else 0.0
-        goes_on, first = fault.time + after, back
+        # What it waits for already, it goes on waiting for.
+        goes_on, first = max(goes_on, fault.time + after), back
     out.steps = side.clock.reached(first, max(0.0, world.seconds - goes_on))
     return out
 
@@ -173,6 +174,8 @@ class Octavo:
         self._facts = JobFacts(_beginning(spec))
         self._spares = Spares(world)
         self._on_disk = 0
+        self._loads = True
+        """From disk, the last time; until it goes on, no memory holds anything."""
 
     def answer(self, struck: Struck, out: Outcome) -> tuple[float, int]:
         """By the policy's action."""
@@ -193,6 +196,9 @@ class Octavo:
         if action.kind != "restart":
             # It gave up: somebody looks, and resumes from disk.
             point, waited = None, waited + self._world.person_s
+        if self._loads and not struck.trained_s:
+            point = None
+        self._loads = point is None
         out.waiting_s += waited
         out.answers[f"{action.kind} from {'disk' if point is None else 'memory'}"] += 1
         if point is None:
@@ -234,7 +240,9 @@ class Octavo:
             return None
         arrives = setting.ship_s if lost else setting.snapshot_s
         every = self.clock.snapshots
-        found = self.clock.newest(struck.first, every, arrives, struck.trained_s + noticed)
+        # While it hangs, nothing trains; while replicas differ unseen, it does.
+        unseen = noticed if fault.takes == "corruption" else 0.0
+        found = self.clock.newest(struck.first, every, arrives, struck.trained_s + unseen)
         point = struck.first if found is None else found
         if to_step is not None and point > to_step:
             # From before the replicas differed.

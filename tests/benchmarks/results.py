@@ -26,6 +26,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+from orchestrator.home.folder import replace_file
+
 OCTAVO = "octavo"
 PACKAGES = ("octavo", "torch", "deepspeed", "ray", "wandb", "torchao")
 """Whose versions are told, where they are installed; a peer with an environment of its own tells
@@ -107,9 +109,11 @@ def measured(
     hangs: int = 0,
     note: str = "",
 ) -> Result:
-    """The row of some values of one quantity; there may be none, where every run failed."""
+    """The row of some values of one quantity; there may be none, where every run failed. One that
+    is no number is a failure: it would sort anywhere among the others."""
     told = tuple(values)
-    found = sorted(told)
+    found = sorted(value for value in told if not math.isnan(value))
+    failures += len(told) - len(found)
     middle = statistics.median(found) if found else math.nan
     spread = (found[0], found[-1]) if found else (math.nan, math.nan)
     return Result(
@@ -171,20 +175,28 @@ def write(made: Report, folder: Path) -> None:
     """To ``folder/<benchmark>.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(to_json(made), indent=2) + "\n"
-    (folder / f"{made.benchmark}.json").write_text(text)
+    replace_file(folder / f"{made.benchmark}.json", text)
 
 
 def read(folder: Path) -> list[Report]:
-    """What is in ``folder``, by name; ValueError for a file of something else."""
-    return [from_json(json.loads(p.read_text())) for p in sorted(folder.glob("bench_*.json"))]
+    """What is in ``folder``, by name; a file of something else, or of half of it, is a report that
+    failed."""
+    return [_read(file) for file in sorted(folder.glob("bench_*.json"))]
+
+
+def _read(file: Path) -> Report:
+    try:
+        return from_json(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        return without_rows(file.stem, f"{file.name} can't be read: {error}")
 
 
 def write_table(reports: Sequence[Report], folder: Path) -> None:
     """``bench.md`` and ``bench.json``: one table of all of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.md").write_text(markdown(reports) + "\n")
+    replace_file(folder / "bench.md", markdown(reports) + "\n")
     whole = {**environment(), "reports": [to_json(made) for made in reports]}
-    (folder / "bench.json").write_text(json.dumps(whole, indent=2) + "\n")
+    replace_file(folder / "bench.json", json.dumps(whole, indent=2) + "\n")
 
 
 def markdown(reports: Sequence[Report]) -> str:
@@ -194,10 +206,14 @@ def markdown(reports: Sequence[Report]) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(_line(row) for made in reports for row in made.rows),
     ]
-    left_out = {who: why for made in reports for who, why in made.left_out.items()}
+    left_out: dict[tuple[str, str], list[str]] = {}
+    for made in reports:
+        for who, why in made.left_out.items():
+            left_out.setdefault((who, " ".join(why.split())), []).append(made.benchmark)
     if left_out:
         lines += ["", "Not run here:"]
-        lines += [f"- {who}: {' '.join(why.split())}" for who, why in left_out.items()]
+        # One may be left out of some for one reason, of others for another, and of others not.
+        lines += [f"- {who} ({', '.join(of)}): {why}" for (who, why), of in left_out.items()]
     origins = _origins(reports)
     for names, made in origins:
         whose = f"{', '.join(names)}: " if len(origins) > 1 else ""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.api.client import Client
+from orchestrator.api.client_errors import ClientError
 from orchestrator.home.folder import Home
 from orchestrator.spec.job import JobSpec, spec_data, spec_yaml
 from tests.benchmarks.peers.environments import Environment
@@ -39,6 +40,8 @@ LIMIT_S = 1800.0
 """Of one training."""
 COMMAND_S = 180.0
 """Of `octavo up`, `octavo down`, `ray start`."""
+CANCEL_S = 180.0
+"""That a job that hangs has to be cancelled in, before the next one is submitted all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +62,36 @@ class Run:
 
 @contextlib.contextmanager
 def cluster(home: Path, slots: int, standby: int = 0) -> Iterator[Client]:
-    """`octavo up` with a home of its own, and `octavo down`."""
+    """`octavo up` with a home of its own, and `octavo down`; what is left then is ended. Raises
+    SideError."""
     options = ["--home", str(home)]
-    up = [str(BIN / "octavo"), "up", "--slots", str(slots), "--standby", str(standby), *options]
-    subprocess.run(up, check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_S)
+    mark = new_mark()
     try:
-        yield Client.of_home(Home(home))
+        _octavo(["up", "--slots", str(slots), "--standby", str(standby), *options], mark)
+        try:
+            yield Client.of_home(Home(home))
+        finally:
+            _octavo(["down", *options], mark)
     finally:
-        down = [str(BIN / "octavo"), "down", *options]
-        subprocess.run(down, check=True, stdout=subprocess.DEVNULL, timeout=COMMAND_S)
+        end_all(mark)
+
+
+def _octavo(words: Sequence[str], mark: str) -> None:
+    """One command of ours, what it starts carrying ``mark``. Raises SideError."""
+    command = [str(BIN / "octavo"), *words]
+    told = f"octavo {words[0]}"
+    try:
+        subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env=environment(mark),
+            timeout=COMMAND_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise SideError(f"{told} was not over after {COMMAND_S:.0f} s", hung=True) from None
+    except subprocess.CalledProcessError as error:
+        raise SideError(f"{told} exited {error.returncode}") from None
 
 
 def under_octavo(client: Client, spec: JobSpec) -> Run:
@@ -77,6 +101,7 @@ def under_octavo(client: Client, spec: JobSpec) -> Run:
     # Nobody follows the job while it is measured: reading back costs the controller.
     while not client.job(job)["settled"]:
         if time.time() - began > LIMIT_S:
+            _give_up(client, job)
             raise SideError(f"{job} was not over after {LIMIT_S:.0f} s", hung=True)
         time.sleep(POLL_S)
     times, losses, after = [], [], 0
@@ -88,6 +113,15 @@ def under_octavo(client: Client, spec: JobSpec) -> Run:
     if state != "succeeded":
         raise SideError(f"{job} ended as {state}")
     return replace(run_of(began, times, losses, spec.training.steps), job=job)
+
+
+def _give_up(client: Client, job: str) -> None:
+    """Have a job that hangs leave its nodes to the next run, if it can."""
+    with contextlib.suppress(ClientError):
+        client.cancel(job, "the benchmark's time is over")
+        end = time.monotonic() + CANCEL_S
+        while not client.job(job)["settled"] and time.monotonic() < end:
+            time.sleep(POLL_S)
 
 
 def under_torchrun(spec: JobSpec, folder: Path) -> Run:

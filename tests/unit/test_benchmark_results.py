@@ -62,7 +62,7 @@ def test_one_table_has_all_rows_and_says_once_on_what_machine(tmp_path: Path) ->
     submit = "| submit | 10 jobs | octavo | 20 ms | 10 ms – 30 ms | 3 |  | at most 50 ms: met |"
     assert submit in text
     assert "| rank killed | demo | torchrun | – |  | 0 | 2 / 8 | at most 5 s: **not met** |" in text
-    assert "98.50 %" in text and "- a peer: needs a GPU" in text
+    assert "98.50 %" in text and "- a peer (bench_b): needs a GPU" in text
     assert text.count("python ") == 1 and text.count("| what |") == 1
     whole = json.loads((tmp_path / "bench.json").read_text())
     assert whole["versions"] == whole["reports"][0]["versions"]
@@ -94,6 +94,32 @@ def test_a_benchmark_that_gave_nothing_is_a_row_with_its_reason(tmp_path: Path) 
     assert made.failed and made.rows[0].failures == 1
     row = "| bench_a (exited 3: a \\| b OSError) | as a whole | octavo | – |  | 0 | 1 / 0 |  |"
     assert row in markdown([made])
+
+
+def test_a_value_that_is_no_number_is_a_failure_and_hides_no_other() -> None:
+    row = measured("losses", "demo", [0.0, math.nan, 5.0, 0.0], "", aim=at_most(0))
+    assert (row.n, row.failures, row.high, row.met) == (3, 1, 5.0, False)
+
+
+def test_half_a_file_is_a_report_that_failed_beside_the_others(tmp_path: Path) -> None:
+    report("bench_a", ROWS[:1], tmp_path)
+    report("bench_b", ROWS[:1], tmp_path)
+    file = tmp_path / "bench_a.json"
+    file.write_text(file.read_text()[:40])
+    broken, whole = read(tmp_path)
+    assert broken.benchmark == "bench_a" and "bench_a.json can't be read" in broken.failed
+    assert not whole.failed and "can't be read" in markdown([broken, whole])
+
+
+def test_who_is_left_out_is_told_with_where_and_each_reason() -> None:
+    reports = [
+        Report("bench_a", ROWS[:1], left_out={"peer": "no GPU"}),
+        Report("bench_b", ROWS[:1], left_out={"peer": "no GPU"}),
+        Report("bench_c", ROWS[:1], left_out={"peer": "it recovers\nfrom nothing"}),
+    ]
+    told = markdown(reports)
+    assert "- peer (bench_a, bench_b): no GPU" in told
+    assert "- peer (bench_c): it recovers from nothing" in told
 
 
 def test_losses_are_told_to_the_digits_that_differ() -> None:

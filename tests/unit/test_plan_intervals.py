@@ -31,7 +31,14 @@ from tests.benchmarks.fault_trace import (
     share,
     trace,
 )
-from tests.benchmarks.goodput_simulation import FromDisk, Octavo, World, simulate
+from tests.benchmarks.goodput_simulation import (
+    FromDisk,
+    Octavo,
+    Outcome,
+    Struck,
+    World,
+    simulate,
+)
 from tests.unit.plan_jobs import job
 
 DAY = 86400.0
@@ -165,6 +172,25 @@ class TestSimulation:
     def test_without_a_spare_it_waits_for_the_first_node_that_is_mended(self) -> None:
         out = self.run(self.fault(3600.0, "node"), spares=0, repair_s=1800.0)
         assert out.waiting_s == 1800.0
+
+    def test_a_hang_trains_nothing_until_it_is_noticed(self) -> None:
+        side = Octavo(SETTING, with_intervals(job(), 10, 400), self.WORLD)
+        step = side.clock.reached(0, 3600.0)
+        struck = Struck(self.fault(3600.0, "hang"), 0, 3600.0, step)
+        after, back = side.answer(struck, Outcome(self.WORLD.seconds, SETTING.step_s))
+        assert step - 11 <= back <= step
+        assert after >= SETTING.times.hang_s
+
+    @pytest.mark.parametrize("spares", [0, 16])
+    @pytest.mark.parametrize("second", ["process", "hang", "node"])
+    def test_a_fault_more_while_it_waits_is_no_gain(self, second: str, spares: int) -> None:
+        one = self.fault(3600.0, "node", both=spares > 0)
+        more = self.fault(3610.0, second)
+        alone, both = self.run(one, spares=spares), self.run(one, more, spares=spares)
+        assert both.steps <= alone.steps
+        # What was under way is a start from disk, of which no memory holds anything yet.
+        if spares:
+            assert both.answers == {"restart from disk": 2}
 
     def test_a_restart_from_disk_loses_more_under_the_same_faults(self) -> None:
         faults = trace(5 * DAY, SETTING.mttf_s, 256, 1)
