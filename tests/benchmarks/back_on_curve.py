@@ -8,8 +8,9 @@ A run's *kept* losses are, by step, those that led to its end: of a step that wa
 times the last one. Its *height* at step s is the mean of the ``WINDOW`` kept losses that begin
 there, minus the same mean of the side's own undisturbed run; a loss that isn't finite, or isn't
 there, leaves no height. The run is back *at* the first step s, from the fault's on, from which
-``HOLD`` heights in a row are ``within`` or lower. Windows look ahead, so that a spike takes none
-of the healthy steps behind it along; being better than the curve is no trouble.
+``HOLD`` heights in a row are ``within`` or lower, if it doesn't leave after that: ``HOLD`` heights
+in a row that aren't, or the last one, send it off again. Windows look ahead, so that a spike takes
+none of the healthy steps behind it along; being better than the curve is no trouble.
 
 What it took is counted in what was executed, not in step numbers: from the first time that the
 fault's step was done up to, not including, the time that s was done and kept.
@@ -115,15 +116,19 @@ def back_at(
     window: int = WINDOW,
     hold: int = HOLD,
 ) -> int | None:
-    """First step from ``onset`` on at which ``losses`` are on ``curve`` again, and stay there for
-    ``hold`` steps; None: there is none."""
-    row = 0
+    """First step from ``onset`` on at which ``losses`` are on ``curve`` again for ``hold`` steps,
+    after which they don't leave it for as many, nor at their end; None: there is none."""
+    back: int | None = None
+    on = off = 0
     for step in range(onset, max(losses, default=-1) - window + 2):
         height = mean_from(losses, step, window) - mean_from(curve, step, window)
-        row = row + 1 if height <= within else 0  # NaN is not
-        if row == hold:
-            return step - hold + 1
-    return None
+        is_on = height <= within  # NaN is not
+        on, off = (on + 1, 0) if is_on else (0, off + 1)
+        if on == hold and back is None:
+            back = step - hold + 1
+        if off == hold:
+            back = None
+    return None if off else back
 
 
 def final_loss(curve: Curve, steps: int, last: int = LAST) -> float:

@@ -11,8 +11,8 @@ turns of other processes. Told are the BF16 linear's seconds a micro-batch, the 
 ratios to it by repeat, and what the statistics add to each recipe's step.
 
 ``torchao`` (extra ``bench``) is its FP8 training with emulated products (``torchao_linears``),
-compiled, and with ``--plain`` eager too: what others have for training in FP8 without a GPU. Where
-it isn't installed, or can't be compiled, the table says so.
+compiled or eager, whichever is faster, and with ``--plain`` the other way too: what others have for
+training in FP8 without a GPU. Where it isn't installed, or can't be compiled, the table says so.
 """
 
 from __future__ import annotations
@@ -100,11 +100,10 @@ def contestants(inputs: int, outputs: int, *, plain: bool) -> dict[str, Contesta
         found["block, FP32 scales"] = fp8_linear(inputs, outputs, "block", use_f32_scales=True)
     if not torchao_linears.why_not():
         for recipe in torchao_linears.RECIPES:
-            found[f"{TORCHAO}{recipe}"] = emulated_linear(inputs, outputs, recipe, compiled=True)
-            if plain:
-                found[f"{TORCHAO}{recipe}, eager"] = emulated_linear(
-                    inputs, outputs, recipe, compiled=False
-                )
+            compiled = torchao_linears.is_compiled(recipe)
+            for way in (compiled, not compiled) if plain else (compiled,):
+                name = f"{TORCHAO}{recipe}, {'compiled' if way else 'eager'}"
+                found[name] = emulated_linear(inputs, outputs, recipe, compiled=way)
     return found
 
 

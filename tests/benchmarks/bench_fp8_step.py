@@ -4,7 +4,7 @@
 
 The demo's model, batches and optimizer on one rank and one thread: an engine for each numerics in
 one process, which take turns step by step in an order that changes, each going on with its own
-training; torchao's linears are compiled, before anything is timed. Time is that of the processor.
+training; torchao's linears are compiled before anything is timed. Time is that of the processor.
 Octavo's recipes count their statistics in every step, as in a job. One that can't train is told
 with its error and left out of the turns.
 """

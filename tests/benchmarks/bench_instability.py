@@ -203,7 +203,7 @@ def run(case: Case, folder: Path, patience: float = 1.0) -> Run:
 def _octavo(case: Case, folder: Path, patience: float) -> Run:
     try:
         told = run_job(case.spec(), folder=folder, patience=2 * patience)
-    except AssertionError as error:
+    except TimeoutError as error:
         raise SideError(str(error), hung=True) from error
     _check_seen_once(case, told)
     executed = tuple(

@@ -8,7 +8,7 @@ only the linears' numerics differ; runs of a seed start from the same weights an
 same batches. The final loss is the mean of the last fifty steps: single steps differ more
 by their text than recipes do. ``bf16, other sums`` is BF16 with micro-batches of half the
 size: how far it ends from BF16 is chance, and a recipe whose gap is no larger can't be told from
-BF16. Emulations (torchao's are compiled) take several times as long and are there for what they
+BF16. Emulations take several times as long and are there for what they
 cost and that they come out near: they run with the first of the seeds alone unless
 ``--emulation-seeds`` says otherwise. ``--kept``: losses are kept in that file, and runs in it are
 not done again; one that fails or hangs isn't kept.

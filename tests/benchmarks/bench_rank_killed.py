@@ -14,7 +14,8 @@ new or done again, which doesn't hang on how long ago the state was kept; to tha
 with all ranks, where survivors go on alone; steps done again; steps whose loss differs from the
 side's own undisturbed run, and by how much the mean of the last 10 does. Runs that failed or hung
 (no new step for a minute) are counted beside these; where it is a side's undisturbed run, the rows
-that compare with it have no value, and count it. Ratios are by rounds in which both were back.
+that compare with it have no value, and count it. Ratios are by rounds; of a peer that didn't come
+back, by what it was away at least.
 ``--kept``: runs are kept in that file, and those in it are not done again.
 DeepSpeed's launcher isn't among them unless asked for (``--sides deepspeed``): it ends the other
 ranks and exits.
@@ -35,7 +36,7 @@ from tests.benchmarks.peers.environments import FOLDER, releases
 from tests.benchmarks.peers.jobs import LAYOUT, planned_fault, recorded_job
 from tests.benchmarks.peers.judging import final_difference, losses
 from tests.benchmarks.peers.processes import interrupt_on_signals
-from tests.benchmarks.peers.runs import SideRun, run_side
+from tests.benchmarks.peers.runs import STALL_S, SideRun, run_side
 from tests.benchmarks.peers.sides import SIDES, Side, available
 from tests.benchmarks.peers.turns import rotated
 from tests.benchmarks.results import (
@@ -181,10 +182,12 @@ OUTAGE = "rank killed, to the next new step"
 
 
 def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
-    """Each peer's outage over Octavo's, by rounds in which both were back, and without the steps
+    """Each peer's outage over Octavo's, by rounds in which Octavo was back, and without the steps
     that both do again.
 
-    Failures and hangs are Octavo's: no aim is met beside them. The peer's are told.
+    A peer that hung or failed in a round was away for ``STALL_S`` at least, and counts as so long:
+    the rounds in which it came back would flatter it. Failures and hangs are Octavo's: no aim is
+    met beside them. The peer's are told.
     """
     if OCTAVO not in found:
         return []
@@ -194,11 +197,14 @@ def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
         if name == OCTAVO:
             continue
         peers = _counts(told[1:], "recovered")
-        of = f"of {len(own)} of {name}'s, {peers['failures']} failed and {peers['hangs']} hung"
-        both = [
+        of = (
+            f"of {len(own)} of {name}'s, {peers['failures']} failed and {peers['hangs']} hung: "
+            f"counted as {STALL_S:g} s"
+        )
+        pairs = [
             (theirs, ours)
             for theirs, ours in zip(told[1:], own, strict=True)
-            if all(run["outcome"] == "recovered" and run["outage_s"] for run in (theirs, ours))
+            if ours["outcome"] == "recovered"
         ]
         for title, time_s, aim in (
             (f"outage of {name} over Octavo's", "outage_s", AIMS.get(name)),
@@ -208,7 +214,11 @@ def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
                 measured(
                     title,
                     f"demo model, {LAYOUT}",
-                    [theirs[time_s] / ours[time_s] for theirs, ours in both],
+                    [
+                        (theirs[time_s] if theirs["outcome"] == "recovered" else STALL_S)
+                        / ours[time_s]
+                        for theirs, ours in pairs
+                    ],
                     "×",
                     aim=at_least(aim) if aim is not None else None,
                     note=of if sum(peers.values()) else "",

@@ -242,7 +242,7 @@ class Told:
 
 
 def run_job(*specs: JobSpec, folder: Path, patience: float = 1.0) -> Told:
-    """Train a job to its end. Raises AssertionError when that takes far too long, ``patience``
+    """Train a job to its end. Raises TimeoutError when that takes far too long, ``patience``
     times as long on a busy machine.
 
     With several specs each goes on where the one before ended, as another attempt would that
@@ -272,7 +272,8 @@ def _supervise(controller: _Controller, patience: float) -> None:
     end = time.monotonic() + timeout_s
     try:
         while supervision.phase is not Phase.OVER:
-            assert time.monotonic() < end, f"{spec.name} isn't over after {timeout_s:g} s"
+            if time.monotonic() > end:
+                raise TimeoutError(f"{spec.name} isn't over after {timeout_s:g} s")
             supervision.step()
             supervision.inbox.wait(PASS_S)
     finally:

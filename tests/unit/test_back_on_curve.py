@@ -52,7 +52,16 @@ def test_a_loss_below_the_curve_is_no_trouble() -> None:
 def test_a_visit_to_the_curve_that_does_not_last_is_no_return() -> None:
     again = disturbed(s50=9.0, s65=9.0)
     assert back(again) == 66
-    assert back(again, window=4, hold=4) == 51
+    assert back(again, window=4, hold=4) == 66
+    # Nor is one that lasts and doesn't stay: what diverges later never came back.
+    for first in (75, 85, 99):
+        later = disturbed(s50=9.0, **{f"s{step}": 9.0 for step in range(first, STEPS)})
+        assert back(later) is None
+
+
+def test_a_moment_a_little_above_the_limit_does_not_undo_a_return() -> None:
+    losses = disturbed(s50=9.0, **{f"s{step}": CURVE[step] + 0.08 for step in range(70, 79)})
+    assert back(losses) == 51
 
 
 def test_a_run_that_stays_above_or_ends_too_soon_never_came_back() -> None:
@@ -70,8 +79,7 @@ def test_the_answer_is_the_first_step_whose_windows_are_all_within(
     if height * length / 10 <= WITHIN - 1e-9:
         assert found == ONSET
     elif height / 10 > WITHIN + 1e-9:
-        # Before the spike only where ten whole windows fit there.
-        assert found == (ONSET if at - ONSET >= 19 else at + length)
+        assert found == at + length
 
 
 def test_what_was_done_again_is_counted_as_it_was_executed() -> None:

@@ -51,8 +51,10 @@ def test_a_ratio_is_by_rounds_and_tells_of_the_peers_that_hung() -> None:
         "torchrun": [first, run("recovered", 6.0), run("recovered", 12.0), run("recovered", 5.0)],
     }
     torchft, _, torchrun, again = _ratios(found)
-    assert (torchft.n, torchft.met) == (1, True)
-    assert torchft.note == "of 3 of torchft's, 1 failed and 1 hung"
+    # What wasn't back was away for a minute at least.
+    assert (torchft.n, torchft.low, torchft.median, torchft.high) == (3, 3.0, 30.0, 60.0)
+    assert torchft.met
+    assert torchft.note == "of 3 of torchft's, 1 failed and 1 hung: counted as 60 s"
     assert (torchrun.low, torchrun.high, torchrun.n, torchrun.note) == (5.0, 6.0, 3, "")
     assert (again.low, again.high, again.met) == (5.0, 6.0, None)
 

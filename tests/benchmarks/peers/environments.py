@@ -63,6 +63,8 @@ PEERS = (
         ("torchft", "torch"),
     ),
 )
+BESIDE = ("torchao",)
+"""What is compared within one process: packages beside Octavo's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +193,16 @@ def _pinned(package: str, constraints: Path) -> str:
 def main() -> int:
     """Install what is named, or all; the number of those that can't be had."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", default=[peer.name for peer in PEERS])
+    every = [*(peer.name for peer in PEERS), *BESIDE]
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *every])
     parser.add_argument("--folder", type=Path, default=FOLDER)
     arguments = parser.parse_args()
     missing = 0
-    for name in arguments.names:
-        found = environment_of(name, arguments.folder)
+    for name in arguments.names or every:
+        install = beside if name in BESIDE else environment_of
+        found = install(name, arguments.folder)
         missing += isinstance(found, Unavailable)
-        print(f"{name}: {found.reason if isinstance(found, Unavailable) else found.bin}")
+        print(f"{name}: {found.reason if isinstance(found, Unavailable) else 'is there'}")
     return missing
 
 
