@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,31 +67,29 @@ def cluster(home: Path, slots: int, standby: int = 0) -> Iterator[Client]:
     options = ["--home", str(home)]
     mark = new_mark()
     try:
-        _octavo(["up", "--slots", str(slots), "--standby", str(standby), *options], mark)
+        octavo, env = str(BIN / "octavo"), environment(mark)
+        slots_and_standby = ["--slots", str(slots), "--standby", str(standby)]
+        _done([octavo, "up", *slots_and_standby, *options], env)
         try:
             yield Client.of_home(Home(home))
         finally:
-            _octavo(["down", *options], mark)
+            _done([octavo, "down", *options], env)
     finally:
         end_all(mark)
 
 
-def _octavo(words: Sequence[str], mark: str) -> None:
-    """One command of ours, what it starts carrying ``mark``. Raises SideError."""
-    command = [str(BIN / "octavo"), *words]
-    told = f"octavo {words[0]}"
-    try:
-        subprocess.run(
-            command,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env=environment(mark),
-            timeout=COMMAND_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise SideError(f"{told} was not over after {COMMAND_S:.0f} s", hung=True) from None
-    except subprocess.CalledProcessError as error:
-        raise SideError(f"{told} exited {error.returncode}") from None
+def _done(command: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> None:
+    """Run a command that starts or ends what others use, to its end. Raises SideError."""
+    told = " ".join([Path(command[0]).name, command[1]])
+    with contextlib.ExitStack() as stack:
+        out = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
+        err = None if log is None else out
+        try:
+            subprocess.run(command, check=True, stdout=out, stderr=err, env=env, timeout=COMMAND_S)
+        except subprocess.TimeoutExpired:
+            raise SideError(f"{told} was not over after {COMMAND_S:.0f} s", hung=True) from None
+        except subprocess.CalledProcessError as error:
+            raise SideError(f"{told} exited {error.returncode}") from None
 
 
 def under_octavo(client: Client, spec: JobSpec) -> Run:
@@ -187,15 +185,8 @@ def ray_of(peer: Environment, folder: Path, slots: int) -> Iterator[RunningRay]:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temporary:
         command += ["--temp-dir", temporary]
         try:
-            with (folder / "ray.txt").open("ab") as log:
-                subprocess.run(
-                    command,
-                    check=True,
-                    stdout=log,
-                    stderr=log,
-                    env=environment(mark, {**RAY_TRAIN, **_token(mark)}),
-                    timeout=COMMAND_S,
-                )
+            env = environment(mark, {**RAY_TRAIN, **_token(mark)})
+            _done(command, env, folder / "ray.txt")
             yield RunningRay(f"127.0.0.1:{port}", mark)
         finally:
             end_all(mark)

@@ -13,6 +13,7 @@ import itertools
 import os
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ def run_side(side: Side, job: JobSpec, folder: Path, planned: PlannedFault | Non
             how = watch.to_end()
             note = "" if how == "finished" else running.told()
     except Exception as error:
+        if isinstance(error, subprocess.TimeoutExpired):
+            how = "stalled"
         note = f"{type(error).__name__}: {error}"
     finally:
         try:
