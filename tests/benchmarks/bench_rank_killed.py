@@ -1,18 +1,21 @@
 """A rank's SIGKILL in mid-training: Octavo against what a user could take instead.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.bench_rank_killed [--rounds 10] [--steps 160]
-        [--sides octavo torchrun torchrun_fresh ray_train torchft] [--seed 0]
+        [--sides octavo octavo_each_step torchrun torchrun_fresh ray_train torchft] [--seed 0]
         [--folder runs/peers] [--kept FILE] [--out DIR]
 
 Every side trains the demo's model on two data-parallel ranks of this machine (the layout that
 torchft can have too), once undisturbed and then ``rounds`` times with one rank killed: which one,
 after which step and how far into the next is drawn from the seed, the same for all sides of a
-round. Sides take turns, another one first each round. Each keeps its state every 10 steps.
+round. Sides take turns, another one first each round. Each keeps its state every 10 steps, and
+``octavo_each_step`` in memory each step, which is told apart with what a step takes then: what is
+done again is the same for all that keep state as often, and most of an outage of few seconds.
 
-Per side: seconds from the fault to the end of the next new step; to that of the first step that is
-new or done again, which doesn't hang on how long ago the state was kept; to that of the first one
-with all ranks, where survivors go on alone; steps done again; steps whose loss differs from the
-side's own undisturbed run, and by how much the mean of the last 10 does. Runs that failed or hung
+Per side: seconds a step in the second half of what was done before the fault; from the fault to
+the end of the next new step; to that of the first step that is new or done again, which doesn't
+hang on how long ago the state was kept; to that of the first one with all ranks, where survivors go
+on alone; steps done again; steps whose loss differs from the side's own undisturbed run, and by how
+much the mean of the last 10 does. Runs that failed or hung
 (no new step for a minute) are counted beside these; where it is a side's undisturbed run, the rows
 that compare with it have no value, and count it. Ratios are by rounds; of a peer that didn't come
 back, by what it was away at least.
@@ -34,7 +37,7 @@ from typing import Any
 from tests.benchmarks.demo_runs import Rows
 from tests.benchmarks.peers.environments import FOLDER, releases
 from tests.benchmarks.peers.jobs import LAYOUT, planned_fault, recorded_job
-from tests.benchmarks.peers.judging import final_difference, losses
+from tests.benchmarks.peers.judging import final_difference, losses, step_seconds
 from tests.benchmarks.peers.processes import interrupt_on_signals
 from tests.benchmarks.peers.runs import STALL_S, SideRun, run_side
 from tests.benchmarks.peers.sides import SIDES, Side, available
@@ -49,7 +52,8 @@ from tests.benchmarks.results import (
     report,
 )
 
-DEFAULT = ("octavo", "torchrun", "torchrun_fresh", "ray_train", "torchft")
+OURS = (OCTAVO, "octavo_each_step")
+DEFAULT = (*OURS, "torchrun", "torchrun_fresh", "ray_train", "torchft")
 WORLD = 2
 LAUNCHER = "deepspeed"
 NO_RECOVERY = "its launcher recovers from nothing: it ends the other ranks and exits"
@@ -89,12 +93,13 @@ def main() -> None:
         for side in sides
     }
     rows = [row for side in sides for row in _rows(side, found[side.name])]
+    rows += [row for name in OURS if name in found for row in _ratios(found, name)]
     left_out = {each.name: each.reason for each in missing}
     if LAUNCHER not in arguments.sides:
         left_out[LAUNCHER] = NO_RECOVERY
     report(
         "bench_rank_killed",
-        rows + _ratios(found),
+        rows,
         arguments.out,
         seconds=time.monotonic() - began,
         left_out=left_out,
@@ -115,6 +120,9 @@ def _kept(run: SideRun) -> dict[str, Any]:
     return {
         **asdict(run.verdict),
         "note": run.note,
+        "step_s": step_seconds(
+            [end for end in run.ends if run.fault is None or end.time < run.fault.time]
+        ),
         # Of JSON's keys none is a number.
         "losses": list(losses(run.ends).items()),
     }
@@ -139,7 +147,11 @@ def _rows(side: Side, told: Sequence[dict[str, Any]]) -> list[Result]:
     whole: dict[str, Any] = {"side": side.name, **_counts(runs, "recovered")}
     setting = f"demo model, {LAYOUT}"
     outages = [run["outage_s"] for run in good if run["outage_s"] is not None]
-    rows = [measured(OUTAGE, setting, outages, "s", note=side.how, **whole)]
+    steps = [run["step_s"] for run in told if run.get("step_s") is not None]
+    rows = [
+        measured(OUTAGE, setting, outages, "s", note=side.how, **whole),
+        measured("… a step, before it", setting, steps, "s", side=side.name),
+    ]
     if any(run["alone"] for run in good):
         together = [run["whole_s"] for run in good if run["whole_s"] is not None]
         rows.append(measured("… to the first with all ranks", setting, together, "s", **whole))
@@ -163,7 +175,7 @@ def _rows(side: Side, told: Sequence[dict[str, Any]]) -> list[Result]:
         for of in found
         if undisturbed
     ]
-    equal = at_most(0) if side.name == OCTAVO else None
+    equal = at_most(0) if side.name in OURS else None
     rows.append(measured("… steps of another loss", setting, differing, "", aim=equal, **compared))
     finals = [final_difference(of, undisturbed) for of in found]
     percents = [100 * value for value in finals if value is not None]
@@ -181,20 +193,18 @@ def _counts(runs: Sequence[dict[str, Any]], wanted: str) -> dict[str, int]:
 OUTAGE = "rank killed, to the next new step"
 
 
-def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
-    """Each peer's outage over Octavo's, by rounds in which Octavo was back, and without the steps
-    that both do again.
+def _ratios(found: Mapping[str, Sequence[dict[str, Any]]], ours_is: str) -> list[Result]:
+    """Each peer's outage over that of ``ours_is``, by rounds in which that was back, and without
+    the steps that both do again.
 
     A peer that hung or failed in a round was away for ``STALL_S`` at least, and counts as so long:
     the rounds in which it came back would flatter it. Failures and hangs are Octavo's: no aim is
     met beside them. The peer's are told.
     """
-    if OCTAVO not in found:
-        return []
-    own = found[OCTAVO][1:]
+    own = found[ours_is][1:]
     rows = []
     for name, told in found.items():
-        if name == OCTAVO:
+        if name in OURS:
             continue
         peers = _counts(told[1:], "recovered")
         of = (
@@ -207,7 +217,7 @@ def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
             if ours["outcome"] == "recovered"
         ]
         for title, time_s, aim in (
-            (f"outage of {name} over Octavo's", "outage_s", AIMS.get(name)),
+            (f"outage of {name} over {ours_is}'s", "outage_s", AIMS.get(name)),
             ("… to the first step, new or not", "again_s", None),
         ):
             rows.append(
@@ -220,6 +230,7 @@ def _ratios(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[Result]:
                         for theirs, ours in pairs
                     ],
                     "×",
+                    side=ours_is,
                     aim=at_least(aim) if aim is not None else None,
                     note=of if sum(peers.values()) else "",
                     **_counts(own, "recovered"),

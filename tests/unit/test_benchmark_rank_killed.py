@@ -25,6 +25,14 @@ def run(outcome: str, outage_s: float | None = None, loss: float = 2.0) -> dict[
     }
 
 
+def test_a_copy_of_ours_that_keeps_state_more_often_is_no_peer() -> None:
+    killed = [run("undisturbed"), run("recovered", 1.0)]
+    found = {"octavo": killed, "octavo_each_step": killed, "torchft": killed}
+    for own in ("octavo", "octavo_each_step"):
+        assert {row.side for row in _ratios(found, own)} == {own}
+        assert _ratios(found, own)[0].name == f"outage of torchft over {own}'s"
+
+
 def row(rows: Sequence[Result], name: str) -> Result:
     return next(row for row in rows if row.name == name)
 
@@ -50,7 +58,7 @@ def test_a_ratio_is_by_rounds_and_tells_of_the_peers_that_hung() -> None:
         "torchft": [first, run("recovered", 3.0), run("hang"), run("failed")],
         "torchrun": [first, run("recovered", 6.0), run("recovered", 12.0), run("recovered", 5.0)],
     }
-    torchft, _, torchrun, again = _ratios(found)
+    torchft, _, torchrun, again = _ratios(found, "octavo")
     # What wasn't back was away for a minute at least.
     assert (torchft.n, torchft.low, torchft.median, torchft.high) == (3, 3.0, 30.0, 60.0)
     assert torchft.met
@@ -65,6 +73,6 @@ def test_a_hang_of_ours_meets_no_ratio() -> None:
         "octavo": [first, run("recovered", 1.0), run("hang")],
         "torchrun": [first, run("recovered", 9.0), run("recovered", 9.0)],
     }
-    ratio, again = _ratios(found)
+    ratio, again = _ratios(found, "octavo")
     assert (again.n, again.hangs) == (1, 1)
     assert (ratio.n, ratio.hangs, ratio.met) == (1, 1, False)

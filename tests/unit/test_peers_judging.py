@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarks.peers.jobs import EARLIEST, LATEST, planned_fault
-from tests.benchmarks.peers.judging import Fault, HowEnded, Verdict, final_difference, judge, losses
+from tests.benchmarks.peers.judging import (
+    Fault,
+    HowEnded,
+    Verdict,
+    final_difference,
+    judge,
+    losses,
+    step_seconds,
+)
 from tests.benchmarks.peers.recorded import StepEnd, read
 
 STEP_S = 0.2
@@ -170,3 +178,11 @@ def test_a_planned_fault_is_the_same_for_every_side_and_within_the_run(
     assert planned.rank in range(WORLD)
     assert int(steps * EARLIEST) <= planned.after_step <= steps * LATEST
     assert 0 <= planned.delay < 1
+
+
+def test_a_step_takes_what_it_takes_in_the_second_half_on_the_first_rank() -> None:
+    slow = [StepEnd(float(step), step, 2.0, 0, 0) for step in range(10)]
+    fast = [StepEnd(10.0 + 0.5 * step, 10 + step, 2.0, 0, 0) for step in range(10)]
+    other = [StepEnd(12.25, 15, 2.0, 1, 1)]
+    assert step_seconds([*other, *slow, *fast]) == pytest.approx(0.5)
+    assert step_seconds(slow[:1]) is None

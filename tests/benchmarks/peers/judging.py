@@ -89,6 +89,16 @@ def losses(ends: Iterable[StepEnd]) -> dict[int, float]:
     return {step: statistics.fmean(of.values()) for step, of in sorted(newest.items())}
 
 
+def step_seconds(ends: Iterable[StepEnd]) -> float | None:
+    """Mean seconds between the ends of successive steps of the first rank, in the second half of
+    what it did; None of fewer than two."""
+    times = [end.time for end in sorted(ends, key=lambda end: end.time) if end.rank == 0]
+    settled = times[len(times) // 2 :]
+    if len(settled) < 2:
+        return None
+    return (settled[-1] - settled[0]) / (len(settled) - 1)
+
+
 def final_difference(
     found: Mapping[int, float], undisturbed: Mapping[int, float], last: int = 10
 ) -> float | None:

@@ -1,7 +1,8 @@
 """How each side of the rank-killed row is started, and how one sees that it has ended.
 
 Promises: ``start`` returns soon, and all that it started carries the mark; every side trains the
-job that it is given, saves its state each ``SAVE_EVERY`` steps, and begins with nothing saved.
+job that it is given, saves its state each ``SAVE_EVERY`` steps unless its name says otherwise, and
+begins with nothing saved.
 """
 
 from __future__ import annotations
@@ -186,29 +187,47 @@ class OctavoJob:
         return "\n".join(str(event["message"]) for event in events)
 
 
-def _octavo(own: Environment) -> Side:
-    @contextlib.contextmanager
-    def start(job: JobSpec, folder: Path, mark: str) -> Iterator[Running]:
-        slots = str(job.slots_per_node)
-        home = ("--home", str(folder / "home"))
-        env = environment(mark)
-        up = [own.command("octavo"), "up", "--slots", slots, "--standby", slots, *home]
-        with (folder / "log.txt").open("ab") as log:
-            subprocess.run(up, check=True, stdout=log, stderr=log, env=env, timeout=COMMAND_S)
-            try:
-                client = Client.of_home(Home(folder / "home"))
-                given = job.model_copy(update={"envs": {recorded.FOLDER: str(steps_of(folder))}})
-                yield OctavoJob(client, str(client.submit(spec_data(given), "benchmark")["id"]))
-            finally:
-                down = [own.command("octavo"), "down", *home]
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    subprocess.run(down, stdout=log, stderr=log, env=env, timeout=COMMAND_S)
+def _octavo(name: str, how: str, every: int) -> Callable[[Environment], Side]:
+    """``every``: steps from one snapshot in memory to the next."""
 
-    return Side("octavo", "up --standby, a snapshot each 10 steps", start)
+    def of(own: Environment) -> Side:
+        @contextlib.contextmanager
+        def start(job: JobSpec, folder: Path, mark: str) -> Iterator[Running]:
+            slots = str(job.slots_per_node)
+            home = ("--home", str(folder / "home"))
+            env = environment(mark)
+            up = [own.command("octavo"), "up", "--slots", slots, "--standby", slots, *home]
+            given = with_snapshots(job, every).model_copy(
+                update={"envs": {recorded.FOLDER: str(steps_of(folder))}}
+            )
+            with (folder / "log.txt").open("ab") as log:
+                subprocess.run(up, check=True, stdout=log, stderr=log, env=env, timeout=COMMAND_S)
+                try:
+                    client = Client.of_home(Home(folder / "home"))
+                    yield OctavoJob(client, str(client.submit(spec_data(given), "benchmark")["id"]))
+                finally:
+                    down = [own.command("octavo"), "down", *home]
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        subprocess.run(down, stdout=log, stderr=log, env=env, timeout=COMMAND_S)
+
+        return Side(name, how, start)
+
+    return of
+
+
+def with_snapshots(job: JobSpec, every: int) -> JobSpec:
+    """``job`` with one each ``every`` steps, as many kept as its ``certify_after`` needs."""
+    keep = -(-job.snapshots.certify_after // every) + 2
+    update = {"every": every, "keep": max(keep, job.snapshots.keep)}
+    return job.model_copy(update={"snapshots": job.snapshots.model_copy(update=update)})
 
 
 SIDES: Mapping[str, tuple[str | None, Callable[[Environment], Side]]] = {
-    "octavo": (None, _octavo),
+    "octavo": (
+        None,
+        _octavo("octavo", f"up --standby, a snapshot each {SAVE_EVERY} steps", SAVE_EVERY),
+    ),
+    "octavo_each_step": (None, _octavo("octavo_each_step", "the same, one each step", 1)),
     "torchrun": (None, _torchrun("torchrun", "--standalone --max-restarts 3", ())),
     "torchrun_fresh": (
         None,
