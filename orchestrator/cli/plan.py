@@ -176,7 +176,7 @@ def make_plan(file: Path, asked: Asked) -> Plan:
     source = _with_hardware(source, asked)
     # Of a cluster, and of a controller elsewhere, folders are not this machine's.
     checked = spec_of(source, base=Path.cwd(), check_data=asked.cluster is None)
-    if URL_VARIABLE not in os.environ and asked.cluster is None:
+    if not os.environ.get(URL_VARIABLE) and asked.cluster is None:
         if checked.checkpoint.storage_path is not None:
             check_storage(checked.checkpoint.storage_path, str(file))
         check_resume_from(checked, str(file))
