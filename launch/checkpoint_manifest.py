@@ -16,7 +16,7 @@ from launch.checkpoint_files import RankFile, read_small, write_durably
 from launch.digests import digest_of
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 
 
 class ManifestError(ValueError):

@@ -2,9 +2,11 @@
 these.
 
 Every copy is hashed where it is made, where it arrives and where it is read, beside training on
-the same cores: so by BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), several times as fast
-as what hashlib has. With the digests of its MiBs, the *chunks*, a part of a file is verified
-without the rest. Promises: equal bytes have equal digests whichever of these functions made them.
+the same cores: so by XXH3 with 128 bits (https://github.com/Cyan4973/xxHash, "XXH128"), which reads
+memory about as fast as it comes, six times as fast as BLAKE3 did. It finds damage, of which a
+share of 2⁻¹²⁸ would pass; it is no seal against who means to deceive. With the digests of its MiBs,
+the *chunks*, a part of a file is verified without the rest. Promises: equal bytes have equal
+digests whichever of these functions made them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
-from blake3 import blake3
+import xxhash
 from numpy.typing import NDArray
 
 Payload = bytes | bytearray | memoryview | NDArray[np.uint8]
@@ -24,7 +26,7 @@ CHUNK = 1 << 20
 
 
 def digest_of(payload: Payload) -> str:
-    """BLAKE3-256 of the digests of the payload's chunks, one behind the other; hex."""
+    """XXH128 of the digests of the payload's chunks, one behind the other; hex."""
     return digest_of_chunks(chunk_digest(chunk) for chunk in chunks_of(payload))
 
 
@@ -45,10 +47,10 @@ def chunk_digests_of(stream: BinaryIO) -> list[bytes]:
 
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
-    """BLAKE3-256 of one chunk."""
-    return blake3(chunk).digest()
+    """XXH128 of one chunk, big-endian."""
+    return xxhash.xxh3_128_digest(chunk)
 
 
 def digest_of_chunks(digests: Iterator[bytes] | list[bytes]) -> str:
     """``digest_of`` of the payload whose chunks have these ``digests``."""
-    return blake3(b"".join(digests)).hexdigest()
+    return xxhash.xxh3_128_hexdigest(b"".join(digests))
