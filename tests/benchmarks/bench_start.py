@@ -116,7 +116,7 @@ def _ratios(told: Mapping[str, Sequence[float | Failed]]) -> list[Result]:
     """
     rows = []
     for peer in (TORCHRUN, RAY_TRAIN):
-        aims = (at_most(1.0), at_least(3.0)) if peer == RAY_TRAIN else (None, None)
+        aims = (at_most(1.0) if peer == RAY_TRAIN else None, at_least(3.0))
         compared = (
             (f"start, cold, over {peer}'s", COLD, COLD, peer, aims[0]),
             (f"start of {peer} over standby's", WARM, peer, WARM, aims[1]),
