@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.benchmarks.peers.environments import FOLDER, Unavailable, beside
+from tests.benchmarks.peers.environments import FOLDER, PEERS, Unavailable, beside
 from tests.benchmarks.peers.processes import (
     ROOT,
     SideError,
@@ -75,6 +75,8 @@ KEEPING = frozenset(
 """Those that keep single runs in a file (``--kept``)."""
 WITH_TORCHAO = frozenset(("bench_fp8_linear", "bench_fp8_step", "bench_fidelity", "bench_parity"))
 """Those that compare with torchao, within one process."""
+INSTALLED = ("torchao", *(peer.name for peer in PEERS))
+"""What sides are called that are there once a network was."""
 LIMIT_HOURS = 5.0
 """Twice what the longest takes."""
 END_S = 90.0
@@ -142,8 +144,11 @@ def _beside() -> Sequence[Path]:
 
 
 def _done(out: Path, name: str, at: str) -> bool:
+    """Whether it ran from this commit, with all peers that a network brings."""
     made = {report.benchmark: report for report in read(out)}.get(name)
-    return made is not None and not made.failed and made.made.get("commit") == at
+    if made is None or made.failed or made.made.get("commit") != at:
+        return False
+    return not any(left.startswith(INSTALLED) for left in made.left_out)
 
 
 def command(name: str) -> list[str]:

@@ -202,6 +202,8 @@ def _ratios(found: Mapping[str, Sequence[dict[str, Any]]], ours_is: str) -> list
     met beside them. The peer's are told.
     """
     own = found[ours_is][1:]
+    # Peers keep their state each 10 steps: against one each step, nothing is met.
+    aims = AIMS if ours_is == OCTAVO else {}
     rows = []
     for name, told in found.items():
         if name in OURS:
@@ -217,7 +219,7 @@ def _ratios(found: Mapping[str, Sequence[dict[str, Any]]], ours_is: str) -> list
             if ours["outcome"] == "recovered"
         ]
         for title, time_s, aim in (
-            (f"outage of {name} over {ours_is}'s", "outage_s", AIMS.get(name)),
+            (f"outage of {name} over {ours_is}'s", "outage_s", aims.get(name)),
             ("… to the first step, new or not", "again_s", None),
         ):
             rows.append(

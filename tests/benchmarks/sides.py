@@ -167,8 +167,6 @@ def under_ray_train(
 
 RAY_TRAIN = {
     "RAY_TRAIN_V2_ENABLED": "1",
-    # Two seconds is the default; a worker's failure is seen at a poll.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "DS_ACCELERATOR": "cpu",
 }
 """Environment of Ray Train's driver."""

@@ -31,6 +31,7 @@ def test_a_copy_of_ours_that_keeps_state_more_often_is_no_peer() -> None:
     for own in ("octavo", "octavo_each_step"):
         assert {row.side for row in _ratios(found, own)} == {own}
         assert _ratios(found, own)[0].name == f"outage of torchft over {own}'s"
+        assert (_ratios(found, own)[0].aim is not None) == (own == "octavo"), "of like settings"
 
 
 def row(rows: Sequence[Result], name: str) -> Result:

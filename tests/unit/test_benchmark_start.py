@@ -29,4 +29,4 @@ def test_a_ratio_is_by_rounds_and_tells_of_a_peer_that_failed() -> None:
 def test_a_side_that_gave_nothing_keeps_its_row() -> None:
     rows = _ratios({COLD: [HUNG], WARM: [4.0], TORCHRUN: [8.0], RAY_TRAIN: [13.0]})
     assert [row.n for row in rows] == [0, 1, 0, 1]
-    assert [row.met for row in rows] == [None, None, False, True]
+    assert [row.met for row in rows] == [None, False, False, True]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks.peers.processes import MARK, Program, end_all, new_mark
-from tests.benchmarks.results import markdown, measured, report
+from tests.benchmarks.results import markdown, measured, read, report, write
 
 SLEEP = "import time; time.sleep(1000)"
 CODE = {
@@ -85,6 +86,19 @@ def test_what_failed_is_run_again(made: Callable[[str], None], tmp_path: Path) -
     (tmp_path / "bench_crash.log").unlink()
     bench.run_all(("bench_crash",), tmp_path, 60, resume=True)
     assert (tmp_path / "bench_crash.log").exists()
+
+
+def test_what_a_network_was_missing_for_is_run_again(
+    made: Callable[[str], None], tmp_path: Path
+) -> None:
+    made("abc")
+    for peer, again in (("ray_train", True), ("torchao mxfp8", True), ("deepspeed", False)):
+        bench.run_all(("bench_good",), tmp_path, 60)
+        (told,) = read(tmp_path)
+        write(replace(told, left_out={peer: "not installed"}), tmp_path)
+        (tmp_path / "ran").unlink()
+        bench.run_all(("bench_good",), tmp_path, 60, resume=True)
+        assert (tmp_path / "ran").exists() == again, peer
 
 
 def test_runs_are_kept_by_commit_and_only_gone_on_with_when_asked(
