@@ -3,7 +3,7 @@ these.
 
 Every copy is hashed where it is made, where it arrives and where it is read, beside training on
 the same cores: so by XXH3 with 128 bits (https://github.com/Cyan4973/xxHash, "XXH128"), which reads
-memory about as fast as it comes, six times as fast as BLAKE3 did. It finds damage, of which a
+memory about as fast as it comes, several times as fast as BLAKE3. It finds damage, of which a
 share of 2⁻¹²⁸ would pass; it is no seal against who means to deceive. With the digests of its MiBs,
 the *chunks*, a part of a file is verified without the rest. Promises: equal bytes have equal
 digests whichever of these functions made them.

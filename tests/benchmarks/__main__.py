@@ -4,11 +4,13 @@ table of all rows there are (``tests.benchmarks.results``), and the same as file
     python -m tests.benchmarks [--out runs/bench] [--resume] [--limit HOURS] [NAME…]
 
 ``--resume``: what has its results from this very commit already is not run again, and where a
-benchmark keeps runs, it goes on after the last of them. Without it, and where the working tree
-isn't as committed, all is run anew. Promises: a benchmark that crashes, is ended after ``--limit``
-hours, or has not run is a row with its reason, and the others have their turn; an earlier result
-never stands for the one that failed; what a benchmark that was ended had started is ended too. The
-exit status is the number of those that gave nothing: a missed aim is told in the table.
+benchmark keeps runs, it goes on after the last of them; what was left out of the results then, for
+want of a network, root or room, is told, and how to have it tried again. Without it, and where the
+working tree isn't as committed, all is run anew. Promises: a benchmark that crashes, is ended after
+``--limit`` hours, or has not run is a row with its reason, and the others have their turn; an
+earlier result never stands for the one that failed; what a benchmark that was ended had started is
+ended too. The exit status is the number of those that gave nothing: a missed aim is told in the
+table.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.benchmarks.peers.environments import FOLDER, PEERS, Unavailable, beside
+from tests.benchmarks.peers.environments import FOLDER, Unavailable, beside
 from tests.benchmarks.peers.processes import (
     ROOT,
     SideError,
@@ -75,8 +77,6 @@ KEEPING = frozenset(
 """Those that keep single runs in a file (``--kept``)."""
 WITH_TORCHAO = frozenset(("bench_fp8_linear", "bench_fp8_step", "bench_fidelity", "bench_parity"))
 """Those that compare with torchao, within one process."""
-INSTALLED = ("torchao", *(peer.name for peer in PEERS))
-"""What sides are called that are there once a network was."""
 LIMIT_HOURS = 5.0
 """Twice what the longest takes."""
 END_S = 90.0
@@ -109,8 +109,12 @@ def run_all(
     resume = resume and known
     for name in names:
         print(f"\n== {name}", flush=True)
-        if resume and _done(out, name, at):
+        if resume and (done := _done(out, name, at)):
             print("has its results from this commit", flush=True)
+            for left, why in done.left_out.items():
+                print(f"  without {left}: {why}", flush=True)
+            if done.left_out:
+                print(f"  where that is mended: rm {out / name}.json, and resume", flush=True)
             continue
         arguments = ["--out", str(out.resolve())]
         if name in KEEPING:
@@ -143,12 +147,12 @@ def _beside() -> Sequence[Path]:
     return (torchao,)
 
 
-def _done(out: Path, name: str, at: str) -> bool:
-    """Whether it ran from this commit, with all peers that a network brings."""
+def _done(out: Path, name: str, at: str) -> Report | None:
+    """What it found from this commit, if it ended well."""
     made = {report.benchmark: report for report in read(out)}.get(name)
     if made is None or made.failed or made.made.get("commit") != at:
-        return False
-    return not any(left.startswith(INSTALLED) for left in made.left_out)
+        return None
+    return made
 
 
 def command(name: str) -> list[str]:

@@ -116,10 +116,10 @@ def _ratios(told: Mapping[str, Sequence[float | Failed]]) -> list[Result]:
     """
     rows = []
     for peer in (TORCHRUN, RAY_TRAIN):
-        aims = (at_most(1.0) if peer == RAY_TRAIN else None, at_least(3.0))
+        no_slower = at_most(1.0) if peer == RAY_TRAIN else None
         compared = (
-            (f"start, cold, over {peer}'s", COLD, COLD, peer, aims[0]),
-            (f"start of {peer} over standby's", WARM, peer, WARM, aims[1]),
+            (f"start, cold, over {peer}'s", COLD, COLD, peer, no_slower),
+            (f"start of {peer} over standby's", WARM, peer, WARM, at_least(3.0)),
         )
         for name, own, over, under, aim in compared:
             if peer not in told or own not in told:

@@ -31,9 +31,9 @@ from tests.benchmarks.sides import COMMAND_S, RAY_TRAIN, free_port
 
 SCRIPTS = ROOT / "tests/benchmarks/peers"
 MAX_RESTARTS = "3"
-_POLLED = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
-"""Ray Train sees a worker's failure, and counts a checkpoint, at its polls: two seconds apart by
-default, which would have it do more steps again than the others."""
+OFTEN_POLLED = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
+"""Beside ``RAY_TRAIN``: it sees a worker's failure, and counts a checkpoint, at its polls: two
+seconds apart by default, which would have it do more steps again than the others."""
 HEARTBEAT_MS = 1000
 """How long torchft's lighthouse, as we would tune it, waits for a replica's heartbeats, which come
 each 100 ms."""
@@ -135,7 +135,7 @@ def _ray_train(own: Environment) -> Side:
             *(str(_written(job, folder)), "--workers", str(job.slots_per_node)),
             *("--storage", str(folder / "saved"), "--every", str(SAVE_EVERY)),
         ]
-        yield Programs((_program(command, folder, mark, {**RAY_TRAIN, **_POLLED}),))
+        yield Programs((_program(command, folder, mark, {**RAY_TRAIN, **OFTEN_POLLED}),))
 
     return Side("ray_train", "TorchTrainer (V2), FailureConfig, polls each 0.1 s", start)
 
