@@ -8,7 +8,9 @@ offline and standby workers on one side; on the others the plain script under to
 DeepSpeed's launcher, and its loop as a TorchTrainer's training function, with nothing of that. The
 sides take turns. A run's time a step is the mean over its second half, so that what Octavo does
 each tenth step (snapshots, replica checks) and each hundredth (a checkpoint) is in it; each round
-gives a ratio to torchrun's. All must show the same losses to the bit.
+gives a ratio to torchrun's. All must show the same losses to the bit. The processor time that all
+processes of a side took in the same steps is told by what they are: where no core is free, that is
+what makes a step longer.
 
 A layout is pipeline x data. On two cores the demo's 2x2 leaves no core free: all that Octavo
 does beside training takes its time from a rank, which is the worst that can be. 1x1 leaves it a
@@ -21,6 +23,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from tests.benchmarks.peers.environments import (
 )
 from tests.benchmarks.peers.processes import ROOT, interrupt_on_signals
 from tests.benchmarks.peers.turns import Failed, failures, hangs, take_turns, values, why
+from tests.benchmarks.processor_time import ProcessorMeter
 from tests.benchmarks.results import OCTAVO, Result, add_arguments, at_most, measured, report
 from tests.benchmarks.sides import (
     Run,
@@ -49,6 +53,26 @@ PLAIN, RAY_TRAIN = "torchrun", "ray_train"
 SIDES = (OCTAVO, PLAIN, "deepspeed", RAY_TRAIN)
 AIM = at_most(1.02)
 ROUNDS, STEPS, LAYOUTS = 3, 240, ("2x2", "1x1")
+WORTH_TELLING_S = 0.0005
+"""Of a step, that a kind of process takes at least to be told by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """A run, and what its steps took of the processor."""
+
+    run: Run
+    by_kind: Mapping[str, float]
+    """Kind of process → seconds of a core a step, in the second half of the run."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind.values()) if self.by_kind else float("nan")
+
+    def told(self) -> str:
+        """``ranks 590 ms, Supervisor 12, …``, most first."""
+        most = sorted(self.by_kind.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {1e3 * s:.3g}" for kind, s in most if s >= WORTH_TELLING_S)
 
 
 def main() -> None:
@@ -97,31 +121,44 @@ def _compared(
         if isinstance(ray_train, Environment):
             sides[RAY_TRAIN] = partial(under_ray_train, spec, place, ray_train)
 
-        def tell(turn: int, side: str, found: Run | Failed) -> None:
-            what = (
-                found.why if isinstance(found, Failed) else f"{1000 * found.step_s:.1f} ms a step"
-            )
+        def tell(turn: int, side: str, found: Metered | Failed) -> None:
+            if isinstance(found, Failed):
+                what = found.why
+            else:
+                what = f"{1e3 * found.run.step_s:.1f} ms a step; processor, ms: {found.told()}"
             print(f"{layout}, round {turn}, {side}: {what}", flush=True)
 
-        chosen = {name: side for name, side in sides.items() if name in names}
+        chosen = {name: partial(metered, side) for name, side in sides.items() if name in names}
         told = take_turns(chosen, rounds, tell)
     return rows_of(f"demo model, {layout}", told)
 
 
-def rows_of(setting: str, told: Mapping[str, Sequence[Run | Failed]]) -> list[Result]:
-    """Times of all, and of each but torchrun its ratio in rounds that have both, and how many
-    losses differ. Failures and hangs are the side's own; torchrun's are told."""
+def metered(side: Callable[[], Run]) -> Metered:
+    """A run of ``side`` with what its settled steps took. Raises SideError."""
+    with ProcessorMeter() as meter:
+        run = side()
+    taken = meter.between(*run.settled)
+    return Metered(run, {kind: seconds / len(run.gaps) for kind, seconds in taken.items()})
+
+
+def rows_of(setting: str, told: Mapping[str, Sequence[Metered | Failed]]) -> list[Result]:
+    """Times of all, of steps and of the processor, and of each but torchrun its ratio in rounds
+    that have both, and how many losses differ. Failures and hangs are the side's own; torchrun's
+    are told."""
     rows = []
     for side, found in told.items():
         counts: dict[str, Any] = {"side": side, "failures": failures(found), "hangs": hangs(found)}
-        steps = [run.step_s for run in values(found)]
+        steps = [each.run.step_s for each in values(found)]
         rows.append(measured("a step", setting, steps, "s", note=why(found), **counts))
+        taken = [each.total for each in values(found)]
+        last = f"in the last round, ms: {values(found)[-1].told()}" if taken else ""
+        rows.append(measured("processor time a step", setting, taken, "s", note=last, **counts))
         if side == PLAIN or PLAIN not in told:
             continue
         pairs = [
-            (run, plain)
-            for run, plain in zip(found, told[PLAIN], strict=True)
-            if isinstance(run, Run) and isinstance(plain, Run)
+            (its.run, plain.run)
+            for its, plain in zip(found, told[PLAIN], strict=True)
+            if isinstance(its, Metered) and isinstance(plain, Metered)
         ]
         ratios = [run.step_s / plain.step_s for run, plain in pairs]
         differing = [

@@ -56,6 +56,8 @@ class Run:
     losses: tuple[float, ...]
     gaps: tuple[float, ...] = ()
     """Seconds between the ends of successive steps, in the second half of the run."""
+    settled: tuple[float, float] = (float("nan"), float("nan"))
+    """First and last end of a step in the second half, seconds since the epoch."""
     job: str = ""
     """Id of the job; empty under torchrun."""
 
@@ -224,7 +226,8 @@ def run_of(began: float, times: Sequence[float], losses: Sequence[float], steps:
     settled = times[len(times) // 2 :]
     gaps = [b - a for a, b in itertools.pairwise(settled)]
     step_s = statistics.fmean(gaps) if gaps else float("nan")
-    return Run(times[0] - began, step_s, tuple(losses), tuple(gaps))
+    ends = (settled[0], settled[-1])
+    return Run(times[0] - began, step_s, tuple(losses), tuple(gaps), ends)
 
 
 def free_port() -> int:

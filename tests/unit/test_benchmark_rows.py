@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.benchmarks.bench_detection import RULES, Score, rows_of
+from tests.benchmarks.bench_overhead import Metered
 from tests.benchmarks.bench_overhead import rows_of as rows_of_sides
 from tests.benchmarks.bench_snapshots import EVERY, WITH, WITHOUT, Compared
 from tests.benchmarks.bench_snapshots import rows_of as rows_of_pairs
@@ -29,10 +30,12 @@ def test_a_round_with_a_failure_has_no_ratio_and_meets_no_aim() -> None:
 
 def test_overhead_counts_the_sides_own_failures_and_tells_torchruns() -> None:
     redid = Failed("SideError: 247 steps were told of 240: it wasn't undisturbed", hung=False)
-    told: dict[str, list[Run | Failed]] = {
-        "octavo": [run(1.0, 2.0), redid, run(1.0, 2.0)],
-        "torchrun": [run(1.0, 2.0), run(1.0, 2.0), Failed("it hung", hung=True)],
-        "deepspeed": [run(1.1, 2.0), run(1.1, 1.9), run(1.1, 2.0)],
+    ours_each, differing = Metered(run(1.0, 2.0), {"rank": 0.9, "raylet": 0.0001}), run(1.1, 1.9)
+    same, slower = Metered(run(1.0, 2.0), {"rank": 0.8}), Metered(run(1.1, 2.0), {})
+    told: dict[str, list[Metered | Failed]] = {
+        "octavo": [ours_each, redid, ours_each],
+        "torchrun": [same, same, Failed("it hung", hung=True)],
+        "deepspeed": [slower, Metered(differing, {}), slower],
     }
     rows = {(row.name, row.side): row for row in rows_of_sides("here", told)}
     ours = rows["a step over torchrun's", "octavo"]
@@ -40,6 +43,10 @@ def test_overhead_counts_the_sides_own_failures_and_tells_torchruns() -> None:
     assert ours.note == "torchrun: it hung"
     assert rows["a step", "octavo"].note.startswith("SideError: 247 steps")
     assert rows["steps of another loss than torchrun's", "deepspeed"].values == (0, 1)
+    taken = rows["processor time a step", "octavo"]
+    assert (taken.median, taken.n) == (0.9001, 2)
+    # What hardly counts has no name in it.
+    assert taken.note == "in the last round, ms: rank 900"
 
 
 def test_losses_that_differ_are_counted() -> None:
