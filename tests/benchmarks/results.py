@@ -43,7 +43,7 @@ class Aim:
 
     limit: float
     rule: Literal["at most", "at least"] = "at most"
-    of: Literal["median", "worst"] = "median"
+    of: Literal["median", "mean", "worst"] = "median"
     """What of the row's values is judged."""
 
     def met(self, value: float) -> bool:
@@ -92,9 +92,13 @@ class Result:
         """Whether the aim is met; None without one. A run that failed or hung met none."""
         if self.aim is None:
             return None
-        worst = self.high if self.aim.rule == "at most" else self.low
-        judged = worst if self.aim.of == "worst" else self.median
-        return not (self.failures or self.hangs) and self.aim.met(judged)
+        numbers = [value for value in self.values if not math.isnan(value)]
+        judged = {
+            "median": self.median,
+            "mean": statistics.fmean(numbers) if numbers else math.nan,
+            "worst": self.high if self.aim.rule == "at most" else self.low,
+        }
+        return not (self.failures or self.hangs) and self.aim.met(judged[self.aim.of])
 
 
 def measured(
@@ -253,7 +257,8 @@ def _origin(made: Mapping[str, Any]) -> str:
 
 def _line(row: Result) -> str:
     told = {True: "met", False: "**not met**", None: ""}[row.met]
-    each = ", each" if row.aim and row.aim.of == "worst" and row.n > 1 else ""
+    each = {"worst": ", each", "mean": ", in the mean"}.get(row.aim.of, "") if row.aim else ""
+    each = each if row.n > 1 else ""
     limit = f"{row.aim.rule} {shown(row.aim.limit, row.unit)}{each}: {told}" if row.aim else ""
     note = f" ({row.note})" if row.note else ""
     failed = f"{row.failures} / {row.hangs}" if row.failures or row.hangs else ""

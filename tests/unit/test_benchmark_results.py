@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks.results import (
+    Aim,
     Report,
     at_least,
     at_most,
@@ -44,6 +45,13 @@ def test_an_aim_of_none_at_all_is_missed_by_one_run_of_many() -> None:
     assert "at most 0, each: **not met**" in markdown([Report("bench_a", (losses,))])
     assert measured("x", "y", [0, 0], "", aim=at_most(0)).met is True
     assert measured("x", "y", [1.0, 1.0, 9.0], "s", aim=at_most(2.0)).met is True
+
+
+def test_an_aim_of_the_mean_is_judged_by_it_and_says_so() -> None:
+    gaps = measured("above BF16", "demo", [0.0, 2.6, 3.4], "%", aim=Aim(2.1, of="mean"))
+    assert (gaps.median, gaps.met) == (2.6, True)
+    assert "at most 2.10 %, in the mean: met" in markdown([Report("bench_a", (gaps,))])
+    assert measured("x", "y", [], "%", aim=Aim(2.1, of="mean")).met is False
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
